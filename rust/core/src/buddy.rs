@@ -1,10 +1,10 @@
-//! Which runs of units of a region are free: a buddy system. Runs are powers of two, aligned to their size.
+//! The free runs of units of a region: a buddy system. The size of a run is a power of two, to which it is aligned.
 
 use std::collections::BTreeSet;
 
 /// The free runs.
 ///
-/// Invariant: two halves of a run are never both free: they would be one free run.
+/// Invariant: the two halves of a run are never both in the lists of free runs: the whole run would be there.
 #[derive(Debug)]
 pub(crate) struct Buddy {
     units: u32,
@@ -13,7 +13,7 @@ pub(crate) struct Buddy {
 }
 
 impl Buddy {
-    /// All of `units` is free; the largest runs have `1 << largest` units.
+    /// A region of `units` free units; the largest runs have `1 << largest` units.
     pub(crate) fn new(units: u32, largest: u32) -> Self {
         assert!(
             units.is_multiple_of(1 << largest),
@@ -32,7 +32,7 @@ impl Buddy {
             .any(|runs| !runs.is_empty())
     }
 
-    /// Takes a run of `1 << order` units, from the smallest run that is large enough; its first unit.
+    /// Takes a run of `1 << order` units from the smallest run that is large enough. Returns its first unit.
     pub(crate) fn take(&mut self, order: u32) -> Option<u32> {
         let order = order as usize;
         let found = (order..self.free.len()).find(|&order| !self.free[order].is_empty())?;
@@ -54,7 +54,7 @@ impl Buddy {
         assert!(is_new, "the run at unit {unit} is freed twice");
     }
 
-    /// Takes all free units of an aligned run, which is not free as a whole.
+    /// Takes all free units of an aligned run that is not wholly free.
     pub(crate) fn withhold(&mut self, unit: u32, units: u32) {
         for runs in &mut self.free {
             while let Some(&free) = runs.range(unit..unit + units).next() {
@@ -63,7 +63,7 @@ impl Buddy {
         }
     }
 
-    /// Starts anew with the units that are free now.
+    /// Makes the lists again from the units that are free now.
     pub(crate) fn rebuild(&mut self, is_free: impl Fn(u32) -> bool) {
         self.free.iter_mut().for_each(BTreeSet::clear);
         let largest = self.free.len() as u32 - 1;

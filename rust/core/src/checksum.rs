@@ -18,9 +18,9 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     crc_fast::crc64_nvme(bytes)
 }
 
-/// The same checksum, computed part by part, for bytes that this processor does not use again. The bytes bypass its
-/// caches, which hold the working set of the engine's process, and in which a device that writes from memory would
-/// have to look for them.
+/// The checksum, computed part by part, for bytes that this processor does not use again. The bytes bypass the
+/// processor's caches: these hold the working set of the engine's process, and a device that writes from memory would
+/// have to look for the bytes there.
 #[derive(Clone, Copy, Debug)]
 pub struct RunningChecksum(Digest);
 
@@ -44,7 +44,7 @@ impl RunningChecksum {
         }
     }
 
-    /// The checksum of all of them.
+    /// The checksum of all bytes.
     pub fn finish(self) -> u64 {
         self.0.finalize()
     }

@@ -1,8 +1,8 @@
-//! Encryption of payloads where others can read them: the work of a cipher, and the seal behind each encrypted payload.
-//! The cipher is given from outside, since this crate has no cryptography.
+//! Encryption of payloads where others can read them: the contract of a cipher, and the seal behind each encrypted
+//! payload. The caller provides the cipher, since this crate has no cryptography.
 //!
-//! A seal follows its payload at once: 48 bytes of the cipher, `UCSEALED`, and the checksum of the encrypted payload and
-//! of the seal up to here. So damage is found without a key.
+//! A seal directly follows its payload: 48 bytes of the cipher, `UCSEALED`, and the checksum of the encrypted payload
+//! and of the seal's earlier bytes. So damage is found without a key.
 
 use std::fmt::Debug;
 
@@ -33,8 +33,8 @@ pub trait PayloadCipher: Send + Sync + Debug {
     /// could not be encrypted: the bytes are then neither plain nor encrypted.
     fn encrypt(&self, binding: &Binding, sealed: &mut [u8]) -> bool;
 
-    /// Decrypts a payload, which its seal follows, in place. False if its bytes are not those that were encrypted
-    /// with this binding: the bytes then mean nothing.
+    /// Decrypts a payload, which its seal follows, in place. False if the bytes are not the result of an encryption
+    /// with this binding: the bytes are then undefined.
     fn decrypt(&self, binding: &Binding, sealed: &mut [u8]) -> bool;
 }
 
@@ -49,7 +49,7 @@ pub fn close_seal(sealed: &mut [u8]) {
     sealed[seal + CHECKSUM..].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// Whether an encrypted payload and its seal are those that were written. No key is needed.
+/// Whether an encrypted payload and its seal are intact. No key is needed.
 pub fn is_intact(sealed: &[u8]) -> bool {
     let Some(seal) = sealed.len().checked_sub(SEAL_BYTES) else {
         return false;

@@ -20,17 +20,17 @@ use crate::remote::{RemoteCompletion, RemoteRequest, RemoteStore};
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
 
-/// How often a thread that gives way looks whether others still wait for the engine.
+/// How often a thread in `give_way` checks whether other threads still wait for the engine.
 const GIVE_WAY_LOOKS: usize = 100;
 
-/// Pause of the IO thread between two parts of the work that entries have left. Callers enter the engine in the
+/// Pause of the IO thread between two parts of the work that earlier entries have left. Callers enter the engine in the
 /// pause.
 const REST_PAUSE: Duration = Duration::from_micros(100);
 
 /// How often the IO thread looks at devices that have operations and do not answer.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// How often a wait checks its time limits, whose end causes no event.
+/// How often a wait checks its time limits, since their end causes no event.
 const TICK: Duration = Duration::from_millis(5);
 
 /// How often the IO thread writes the ages of payloads that were used.
@@ -47,7 +47,7 @@ pub trait EngineAccess: std::fmt::Debug + Send + Sync {
     /// Enters the engine.
     fn enter<R>(&self, work: impl FnOnce(&mut Engine) -> R) -> Option<R>;
 
-    /// Reads the engine, without giving it an occasion to start anything.
+    /// Reads the engine, which starts nothing.
     fn read<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R>;
 
     /// Reads the engine with `known`, and enters it with `work` if `known` has no answer.
@@ -60,14 +60,14 @@ pub trait EngineAccess: std::fmt::Debug + Send + Sync {
     /// Enters the engine now and whenever it has progressed, until `done` or the timeout.
     fn wait_until(&self, timeout: Duration, done: impl FnMut(&mut Engine) -> bool) -> bool;
 
-    /// Lets waiting threads enter the engine before a thread that enters it again and again: a mutex that is taken
-    /// again at once keeps out the threads that must be woken. Waits for microseconds.
+    /// Lets waiting threads enter the engine before a thread that enters it again and again: a thread that takes the
+    /// mutex again at once keeps out threads that must be woken first. Waits for microseconds.
     fn give_way(&self);
 }
 
 /// The engine's clock.
 pub trait Clock: std::fmt::Debug + Send + Sync {
-    /// Nanoseconds since the engine started; never goes back.
+    /// Nanoseconds since the engine started; never decreases.
     fn now_ns(&self) -> u64;
 }
 
@@ -92,7 +92,7 @@ struct State {
     remote: Option<Box<dyn RemoteStore>>,
 }
 
-/// A directory for the device that had none.
+/// A directory that was opened for a device that was absent.
 #[derive(Debug)]
 struct OpenedDevice {
     device: u16,
@@ -121,7 +121,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// `None` if a thread panicked inside the engine, which is never entered again.
+    /// Locks the engine. `None` if a thread panicked inside the engine, which is then never entered again.
     fn lock(&self) -> Option<MutexGuard<'_, State>> {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
@@ -137,7 +137,7 @@ impl Shared {
         Some(state)
     }
 
-    /// Does `work` in the locked engine, and wakes the IO thread for the rest of the work.
+    /// Does `work` in the locked engine, and wakes the IO thread for work that it leaves.
     fn enter<R>(&self, mut state: MutexGuard<'_, State>, work: impl FnOnce(&mut Engine) -> R) -> R {
         let result = work(&mut state.engine);
         let wake = state.waits && state.engine.has_io();
@@ -174,10 +174,10 @@ impl Driver {
         Self::with_clock(engine, io, Box::new(Monotonic(Instant::now())))
     }
 
-    /// The same by another clock, for tests.
+    /// Starts the IO thread with another clock, for tests.
     ///
     /// # Errors
-    /// As [`Driver::start`].
+    /// Like [`Driver::start`].
     pub fn with_clock(
         mut engine: Engine,
         io: Box<dyn IoEngine>,
@@ -209,9 +209,10 @@ impl Driver {
         })
     }
 
-    /// Has `hook` called, outside the engine, whenever IO operations have ended. Only the first hook is kept.
+    /// Sets the hook that is called, outside the engine, whenever IO operations have ended. Only the first hook is
+    /// kept.
     pub fn on_progress(&self, hook: impl Fn() + Send + Sync + 'static) {
-        // A second one is dropped: there is one server for an engine.
+        // A second hook is dropped: an engine has one server.
         let _ = self.shared.hook.set(Hook(Box::new(hook)));
     }
 
@@ -228,12 +229,12 @@ impl Driver {
         self.shared.waker.wake();
     }
 
-    /// Wakes the IO thread: a remote store does so when a completion is ready.
+    /// The waker of the IO thread: a remote store wakes the thread when a completion is ready.
     pub fn waker(&self) -> Waker {
         self.shared.waker.clone()
     }
 
-    /// Gives the engine its remote store, which wakes the IO thread by [`Driver::waker`]. The first one counts, and only
+    /// Attaches a remote store, which wakes the IO thread by [`Driver::waker`]. Only the first store is used, and only
     /// with [`EngineConfig::remote`](crate::engine::EngineConfig::remote).
     pub fn attach_remote(&self, store: Box<dyn RemoteStore>) {
         if let Some(mut state) = self.shared.lock() {
@@ -266,8 +267,8 @@ impl EngineAccess for Driver {
         contained(|| Some(self.shared.enter(self.shared.lock()?, work)))
     }
 
-    // Unlike `enter` it never wakes the IO thread: requests that wait for memory or budget would be
-    // retried each time.
+    // Unlike `enter`, a read never wakes the IO thread: each wake-up would retry requests that wait for memory or
+    // budget.
     fn read<R>(&self, work: impl FnOnce(&Engine) -> R) -> Option<R> {
         contained(|| self.shared.lock().map(|state| work(&state.engine)))
     }
@@ -322,7 +323,7 @@ impl Drop for Driver {
     }
 }
 
-/// The IO thread. Without it nothing that waits would ever end, so its panic breaks the engine, too.
+/// The IO thread. Without it no wait would ever end, so its panic breaks the engine, too.
 fn run_or_break(shared: &Shared, io: Box<dyn IoEngine>) {
     let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(shared, io))) else {
         return;
@@ -411,8 +412,8 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
         timeout = match stopping {
             _ if !checksums.is_empty() => Some(Duration::ZERO),
             None if has_rest => Some(REST_PAUSE),
-            // Requests that could not be started are looked at again; requests that wait for a
-            // device wait for a completion.
+            // Requests that could not be started are tried again. A completion ends the wait for a
+            // device.
             None if !waits && has_remote_work => Some(RETRY),
             None if !waits => has_operations.then_some(LOOK),
             _ => Some(RETRY),
@@ -438,7 +439,7 @@ impl Remote {
         }
     }
 
-    /// Takes a store that was attached, and tells the engine of the operations that have ended.
+    /// Takes a store that was attached, and reports the ended operations to the engine.
     fn complete(&mut self, state: &mut State) {
         if let Some(store) = state.remote.take()
             && self.store.is_none()

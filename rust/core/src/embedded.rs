@@ -26,7 +26,7 @@ impl<A: EngineAccess> EmbeddedSession<A> {
     /// Opens a session.
     ///
     /// # Errors
-    /// As [`Engine::open_session`], or if the engine is broken.
+    /// Like [`Engine::open_session`], or if the engine is broken.
     pub fn open(engine: Arc<A>, spec: SessionSpec) -> Result<Self, RegisterError> {
         let namespace = spec.namespace.digest().to_hex();
         let opened = engine.enter(|engine| engine.open_session(spec));
@@ -62,8 +62,8 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
         } = *request;
         let mut cursor = LookupCursor::default();
         let mut step = |engine: &mut Engine| engine.step_lookup(self.id, request, &mut cursor);
-        // An entry makes the IO thread retry promotions that are short of memory. The scheduler asks for
-        // each pending request at each step, so a demanded lookup first only reads. A prefetch comes once.
+        // An entry makes the IO thread retry promotions that are short of memory. The scheduler looks each
+        // pending request up at each step, so a demanded lookup first only reads. A prefetch comes once.
         let mut answer = match priority {
             Priority::Prefetch => self.engine.enter(&mut step),
             Priority::Demand => self.engine.read_or_enter(
@@ -112,7 +112,7 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
             .engine
             .enter(|engine| engine.begin_save(self.id, request));
         granted.map_or(Save::Unavailable, |Granted { transfer, refused }| {
-            // Without a transfer the id names nothing.
+            // Without a transfer, the id has no meaning.
             let (id, extents) = transfer.map_or_else(
                 || (TransferId(0), Vec::new()),
                 |transfer| (transfer.id, transfer.extents),

@@ -33,7 +33,7 @@ pub enum RegisterError {
     PayloadTooLarge {
         /// Index of the group.
         group: usize,
-        /// Its payload.
+        /// Bytes of the group's payload.
         payload_bytes: u64,
         /// "the arena" or the data file.
         region: &'static str,
@@ -74,7 +74,7 @@ pub enum RegisterError {
     Broken,
 }
 
-/// The way to larger slots, for an operator.
+/// How an operator gets larger slots.
 fn larger_slots(option: &str, needed: Option<u64>) -> String {
     match needed {
         Some(needed) => format!("set {option} to at least {}", Bytes(needed)),
@@ -101,7 +101,7 @@ pub enum StoreError {
         /// The remedy, starting with "; ", or empty.
         hint: &'static str,
     },
-    /// Another live engine owns it.
+    /// Another live engine owns the directory.
     #[error(
         "disk_path {path} is in use by process {pid}; stop that process, or choose another disk_path"
     )]
@@ -110,10 +110,10 @@ pub enum StoreError {
         path: PathBuf,
         /// Owner of the lock (0 if it could not be read).
         pid: u32,
-        /// Where the owner's engine serves others, once it does.
+        /// The socket at which the owner's engine serves clients, once it serves them.
         socket: Option<PathBuf>,
     },
-    /// It holds other files, and no store.
+    /// The directory holds other files, and no store.
     #[error(
         "disk_path {path} is not empty and holds no undercroft store (found {found}); choose an empty directory or an \
          existing store. Nothing was changed"
@@ -124,7 +124,7 @@ pub enum StoreError {
         /// One of the files found.
         found: String,
     },
-    /// A file in it was not made by an engine.
+    /// A file in the directory was not made by an engine.
     #[error(
         "disk_path {path}: its file {name} cannot be trusted: {reason}; remove that file. Nothing was changed"
     )]
@@ -133,7 +133,7 @@ pub enum StoreError {
         path: PathBuf,
         /// The file.
         name: &'static str,
-        /// Why not.
+        /// Why the file cannot be trusted.
         reason: String,
     },
     /// The superblock is damaged.
@@ -147,7 +147,7 @@ pub enum StoreError {
         /// The defect.
         reason: String,
     },
-    /// Written by another format version.
+    /// The store has another format version.
     #[error(
         "disk_path {path} has format version {found}, this undercroft reads version {supported}; use the undercroft that wrote \
          it, or set disk_on_other_version to \"discard\" or \"set_aside\" to start empty. Nothing was changed"
@@ -160,7 +160,7 @@ pub enum StoreError {
         /// The version that this code reads.
         supported: u32,
     },
-    /// The store is encrypted and there is no key, or it is plain and there is one.
+    /// The store is encrypted and there is no key, or the store is plain and there is a key.
     #[error(
         "disk_path {path} {reason}; change key_file, choose another disk_path, or set disk_on_other_version to \"discard\" or \
          \"set_aside\" to start empty. Nothing was changed"
@@ -179,9 +179,9 @@ pub enum StoreError {
     Owner {
         /// The directory.
         path: PathBuf,
-        /// Its owner.
+        /// The directory's owner.
         owner: u32,
-        /// Ours.
+        /// The user of this process.
         uid: u32,
     },
     /// Other users may put files into the directory.
@@ -192,7 +192,7 @@ pub enum StoreError {
     Mode {
         /// The directory.
         path: PathBuf,
-        /// Its permission bits.
+        /// The directory's permission bits.
         mode: u32,
     },
     /// The filesystem has no room for the smallest store.
@@ -213,7 +213,7 @@ pub enum StoreError {
         /// The bytes that stay free.
         reserve: u64,
     },
-    /// The filesystem has no room for it now.
+    /// The filesystem has not enough room for the capacity now.
     #[error(
         "disk_capacity {} for {path}: only {} can be used now (free space less a reserve of {}); free space there, or set \
          disk_capacity to at most that",
@@ -231,7 +231,7 @@ pub enum StoreError {
         /// The bytes that stay free.
         reserve: u64,
     },
-    /// The filesystem could not hold it even if it were empty.
+    /// The capacity exceeds the size of the filesystem.
     #[error(
         "disk_capacity {} for {path} is more than its filesystem has ({}); {} can be used now: set disk_capacity to at most \
          that, or to a percentage such as \"50%\"",
@@ -249,7 +249,7 @@ pub enum StoreError {
         /// The amount that can be used now.
         available: u64,
     },
-    /// Too small to be of use.
+    /// The capacity is too small.
     #[error(
         "disk_capacity {} for {path} is too small; allowed: at least {}",
         Bytes(*capacity),
@@ -260,14 +260,14 @@ pub enum StoreError {
         path: PathBuf,
         /// The requested capacity.
         capacity: u64,
-        /// The least.
+        /// The least capacity.
         minimum: u64,
     },
 }
 
 impl StoreError {
-    /// Whether the device or its contents are at fault rather than the configuration: an engine can start without
-    /// the directory, and find it usable later.
+    /// Whether the cause is the device or its contents, not the configuration. If so, an engine can start without
+    /// the directory, which may become usable later.
     pub fn may_pass(&self) -> bool {
         match self {
             Self::Io { source, .. } => !is_misconfigured(source),
@@ -287,8 +287,8 @@ impl StoreError {
     }
 }
 
-/// Whether the operating system refused because of a setting of an operator: rights, or a path that
-/// leads nowhere.
+/// Whether the operating system refused because of an operator's setting: rights, or a path that
+/// does not exist.
 fn is_misconfigured(source: &std::io::Error) -> bool {
     use rustix::io::Errno;
     let by_setting = [

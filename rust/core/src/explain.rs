@@ -1,4 +1,4 @@
-//! Why the tokens of a prompt were not loaded, as an engine tells it.
+//! Why the tokens of a prompt were not loaded, as an engine reports it.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reason {
-    /// Nothing is missing: the hit reaches as far as the question, or the device has everything.
+    /// Nothing is missing: the hit covers the whole request, or the device has all tokens.
     #[default]
     Complete,
     /// The first missing block is neither in the index nor among those that the engine remembers as evicted.
@@ -22,7 +22,7 @@ pub enum Reason {
     Incomplete,
     /// The first missing block is in the cache under another identity: another model, weights or layout.
     OtherIdentity,
-    /// The chain is known, and a window or a state that every hit there needs is missing.
+    /// The chain is in the index, but a window or a state that every hit there needs is missing.
     NoBoundary,
     /// A hit gains fewer tokens than are worth a load.
     TooFew,
@@ -34,11 +34,11 @@ pub enum Reason {
     TimedOut,
     /// The disk did not answer.
     DiskSilent,
-    /// Reads from disk that others wait for take all of `promotion_memory`.
+    /// Reads from disk for other requests take all of `promotion_memory`.
     Budget,
     /// The blocks were read from disk several times, and evicted or lost before the load.
     Repeated,
-    /// No hit reaches the least boundary that the request asked for.
+    /// No hit reaches the least boundary that the request can use.
     Threshold,
     /// A load for this request failed before.
     LoadFailed,
@@ -78,7 +78,7 @@ impl Reason {
 /// The blocks after a hit, or after the computed tokens where there is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rest {
-    /// Why it was not loaded.
+    /// Why the blocks were not loaded.
     pub reason: Reason,
     /// For a block that was evicted or lost: how long before, in seconds.
     pub ago_s: Option<u32>,
@@ -96,15 +96,15 @@ impl From<Reason> for Rest {
 /// One lookup that was answered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Explained {
-    /// Its place in the order of all lookups of the engine.
+    /// The lookup's place in the order of all lookups of the engine.
     pub position: u64,
-    /// vLLM's id of the request; of a very long one the beginning.
+    /// vLLM's id of the request; a very long id is cut off.
     pub request: String,
     /// Digest of the namespace, hexadecimal.
     pub namespace: String,
-    /// How long ago it was answered, in seconds.
+    /// How long ago the lookup was answered, in seconds.
     pub age_s: u64,
-    /// Tokens that the question could have been answered with: of the prompt's whole hash blocks.
+    /// Tokens that a hit could have: the tokens of the prompt's whole hash blocks.
     pub asked_tokens: u32,
     /// Tokens that the device had.
     pub device_tokens: u32,
@@ -121,9 +121,9 @@ pub struct Explained {
     pub waited_ms: u64,
     /// Whether a load of the hit began.
     pub loaded: bool,
-    /// The beginning of the first block hash that was not found, hexadecimal; empty if all were.
+    /// The beginning of the first block hash that was not found, hexadecimal; empty if all were found.
     pub missing_block: String,
-    /// Digest of a namespace that has that block, if the reason is another identity; else empty.
+    /// Digest of a namespace that has this block, if the reason is another identity; else empty.
     #[serde(default)]
     pub other_namespace: String,
     /// The blocks that were not loaded.
@@ -131,14 +131,14 @@ pub struct Explained {
     pub rest: Rest,
 }
 
-/// Which lookups to tell of.
+/// Which lookups to list.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ExplainQuery {
-    /// Lookups whose request's id begins so.
+    /// Lookups of requests whose id begins with this.
     pub request: String,
-    /// Lookups that were not answered with all of the prompt.
+    /// Only lookups whose answer does not cover the whole prompt.
     pub misses: bool,
-    /// Lookups before this place in the order; all if there is none.
+    /// Lookups before this place in the order; `None` for all lookups.
     pub before: Option<u64>,
 }

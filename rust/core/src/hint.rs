@@ -1,4 +1,4 @@
-//! Hints: a client's knowledge of a prompt's future use. The engine may act on a hint or not, and says which.
+//! Hints: a client's knowledge of a prompt's future use. The engine may carry a hint out or not, and reports which.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,21 +13,22 @@ pub const TTL_MAX_NS: u64 = 86_400_000_000_000;
 /// The treatment that a hint asks for a prompt's blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Hint {
-    /// It is used soon: its payloads come from disk to host memory. No request waits for them, and nothing is computed.
+    /// The prompt is used soon: its payloads are read from disk into host memory. No request waits for them, and
+    /// nothing is computed.
     Prefetch,
-    /// Its payloads stay in the tiers for this time after the last use, as far as the budget of pins allows.
+    /// The prompt's payloads stay in the tiers for this time after the last use, as far as the budget of pins allows.
     Pin {
         /// Nanoseconds without a use after which the pin ends.
         ttl_ns: u64,
-        /// A pin of the same namespace and name ends when another one begins. Empty: the pin has no name.
+        /// A pin ends when another pin with its namespace and name begins. Empty: the pin has no name.
         name: String,
     },
-    /// It is not used soon: its payloads are evicted from host memory first. Payloads that are on disk and that no
-    /// other prompt shares are evicted at once.
+    /// The prompt is not used soon: its payloads are evicted from host memory before others. Payloads that are on disk
+    /// and that no other prompt shares are evicted at once.
     Demote,
     /// Ends the pin of a name, or the pins without a name that end in the prompt.
     Release {
-        /// As [`Hint::Pin::name`].
+        /// See [`Hint::Pin::name`].
         name: String,
     },
 }
@@ -35,7 +36,7 @@ pub enum Hint {
 /// A hint about a prompt.
 #[derive(Clone, Copy, Debug)]
 pub struct HintRequest<'a> {
-    /// vLLM's id of the request whose prompt it is.
+    /// vLLM's id of the request that has the prompt.
     pub request: &'a str,
     /// Block hashes of the prompt.
     pub hashes: &'a dyn HashSource,
@@ -48,17 +49,17 @@ pub struct HintRequest<'a> {
 /// The engine's answer to a hint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HintAnswer {
-    /// It holds for all whole blocks of these tokens.
+    /// The hint holds for all whole blocks of these tokens.
     Accepted(Tokens),
-    /// It holds for these tokens, fewer than the hint was about: the others are not cached, or exceed a budget.
+    /// The hint holds only for these tokens: the other tokens are not cached, or exceed a budget.
     Clipped(Tokens),
-    /// It holds for nothing.
+    /// The hint holds for no tokens.
     Rejected(HintRefusal),
-    /// A server has not answered. It carries the hint out nevertheless.
+    /// The server has not answered yet. It carries the hint out nevertheless.
     Pending,
 }
 
-/// Why a hint holds for nothing.
+/// Why a hint holds for no tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HintRefusal {
     /// No whole block of the prompt is cached.
@@ -90,7 +91,7 @@ impl HintRefusal {
 }
 
 impl HintAnswer {
-    /// The answer for `tokens` of those that the hint was about.
+    /// The answer to a hint that holds for `tokens` of the `wanted` tokens.
     pub(crate) fn of(tokens: Tokens, wanted: Tokens) -> Self {
         if tokens < wanted {
             Self::Clipped(tokens)

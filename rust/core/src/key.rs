@@ -18,7 +18,7 @@ pub struct BlockHash {
 impl BlockHash {
     /// Takes a hash of 1 to 32 bytes; `None` for any other length.
     pub fn new(hash: &[u8]) -> Option<Self> {
-        // Nearly all have the full length. A copy of a length that is known takes two instructions.
+        // Nearly all hashes have the full length. A copy of a known length takes two instructions.
         if let Ok(bytes) = hash.try_into() {
             return Some(Self {
                 bytes,
@@ -41,14 +41,14 @@ impl BlockHash {
         &self.bytes[..usize::from(self.len)]
     }
 
-    /// Its first eight bytes: a well-mixed digest, as block hashes are uniform.
+    /// The hash's first eight bytes: a well-mixed digest, since block hashes are uniform.
     pub fn fingerprint(&self) -> u64 {
         let mut head = [0; 8];
         head.copy_from_slice(&self.padded()[..8]);
         u64::from_le_bytes(head)
     }
 
-    /// The hash with its zero padding, as a record on disk has it.
+    /// The hash with its zero padding, as in a record on disk.
     pub fn padded(&self) -> &[u8; HASH_BYTES_MAX] {
         &self.bytes
     }

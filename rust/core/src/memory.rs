@@ -5,7 +5,7 @@ use std::path::Path;
 
 /// Bytes that can be allocated without swapping: the machine's `MemAvailable`, or the rest of the
 /// memory limit of the control group (a container's), whichever is less. `None` if the kernel does
-/// not tell.
+/// not report them.
 pub fn available() -> Option<u64> {
     let machine = fs::read_to_string("/proc/meminfo")
         .ok()
@@ -16,7 +16,7 @@ pub fn available() -> Option<u64> {
     }
 }
 
-/// Huge pages that are free, as (pages, bytes per page); (0, 0) where there are none.
+/// Free huge pages, as (pages, bytes per page); (0, 0) if there are none.
 pub fn free_huge_pages() -> (u64, u64) {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let free = field(&text, "HugePages_Free").unwrap_or(0);

@@ -123,10 +123,10 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// A request has found nothing to load, for this reason.
+    /// Counts a request that has found nothing to load, for this reason.
     pub(crate) fn count_miss(&mut self, reason: Reason) {
         let counter = match reason {
-            // Both are no miss of the engine.
+            // Neither reason is a miss of the engine.
             Reason::Complete | Reason::NoServer => return,
             Reason::NeverSeen => &mut self.misses_never_seen,
             Reason::EvictedHost => &mut self.misses_evicted_host,

@@ -35,7 +35,7 @@ pub enum GroupKind {
 /// One KV cache group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupSpec {
-    /// The needs of a hit from it.
+    /// The blocks of the group that a hit needs.
     pub kind: GroupKind,
     /// Tokens of one block; a multiple of `hash_block_size`.
     pub block_tokens: u32,
@@ -43,15 +43,15 @@ pub struct GroupSpec {
     pub payload_bytes: u32,
 }
 
-/// A namespace as its clients describe it and as a directory stores it.
+/// The description of a namespace by its clients, which a directory stores.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NamespaceSpec {
     /// Canonical description; its digest is the namespace's identity.
     pub description: String,
     /// Tokens of one hash block.
     pub hash_block_size: u32,
-    /// Every hit is a multiple of this many tokens: each session says so for itself, and the description on disk is of
-    /// the first that used the namespace.
+    /// The end of every hit is a multiple of this many tokens. Each session sets its own number; the description on
+    /// disk has the number of the first session that used the namespace.
     pub alignment_tokens: u32,
     /// Groups, in vLLM's order.
     pub groups: Vec<GroupSpec>,
@@ -66,7 +66,7 @@ impl NamespaceSpec {
     /// Checks the sizes.
     ///
     /// # Errors
-    /// Names the first impossible value, and the allowed ones.
+    /// Names the first impossible value, and the allowed values.
     pub fn validate(&self) -> Result<(), RegisterError> {
         let hash_block_size = self.hash_block_size;
         if hash_block_size == 0 {
@@ -124,7 +124,7 @@ impl NamespaceSpec {
             && depth.is_multiple_of(self.hash_blocks(group))
     }
 
-    /// Whether a hit may end at `boundary` hash blocks: a block of every group does.
+    /// Whether a hit may end at `boundary` hash blocks: a block of every group ends there.
     pub fn may_end(&self, boundary: u32) -> bool {
         (0..self.groups.len()).all(|group| {
             self.groups[group].kind == GroupKind::Ignored || self.ends_block(group, boundary)
@@ -154,7 +154,7 @@ impl NamespaceSpec {
             .sum()
     }
 
-    /// Groups whose payload a node at `depth` cannot do without, one bit each.
+    /// Groups whose payload a node at `depth` requires, one bit each.
     pub fn required(&self, depth: u32) -> u32 {
         (0..self.groups.len())
             .filter(|&group| {

@@ -1,4 +1,4 @@
-//! A list that grows in steps: no element moves, and growth copies no element.
+//! A list that grows in steps. Growth neither moves nor copies an element.
 
 const CHUNK_BITS: u32 = 12;
 const CHUNK: usize = 1 << CHUNK_BITS;
@@ -30,7 +30,7 @@ impl<T> Pool<T> {
         }
     }
 
-    /// Grows to `len` elements: copies of one.
+    /// Grows to `len` elements. The new elements are copies of `element`.
     pub(crate) fn grow(&mut self, len: usize, element: T)
     where
         T: Copy,
@@ -44,7 +44,7 @@ impl<T> Pool<T> {
         }
     }
 
-    /// Bytes that it takes.
+    /// Bytes that the list takes.
     pub(crate) fn bytes(&self) -> u64 {
         let chunks = self.chunks.len() * CHUNK * size_of::<T>();
         (chunks + self.chunks.capacity() * size_of::<Vec<T>>()) as u64

@@ -5,7 +5,7 @@
     expect(unsafe_code, reason = "a prefetch is an intrinsic")
 )]
 
-/// Asks for the cache line of `place`, which is used soon. Unlike a load, it holds up no instruction behind it.
+/// Asks for the cache line of `place`, which is used soon. Unlike a load, a prefetch delays no later instruction.
 pub(crate) fn prefetch<T>(place: &T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is part of x86_64, and a prefetch of any address has no effect but on the caches.
@@ -18,7 +18,7 @@ pub(crate) fn prefetch<T>(place: &T) {
     let _ = place;
 }
 
-/// Asks for the cache line of `byte` as one that is not kept.
+/// Asks for the cache line of `byte`, which the caches need not keep.
 pub(crate) fn prefetch_running(byte: &u8) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is part of x86_64, and a prefetch of any address has no effect but on the caches.

@@ -8,9 +8,9 @@ use crate::namespace::{GroupKind, NamespaceSpec};
 /// The deepest boundary, in hash blocks, at or below `limit`, that is a multiple of the alignment and
 /// lies above `local`, the boundary that the device itself holds; `local` if there is none.
 ///
-/// `limit` is the reach of full attention: every block of those groups in `(local, limit]` can be
-/// had. `has(depth, group)` says whether the payload of another group's block that ends at `depth`
-/// can be had. It is never asked at or below `local`: the device has those blocks.
+/// `limit` is the reach of full attention: every block of its groups in `(local, limit]` is
+/// available. `has(depth, group)` says whether the payload of another group's block that ends at `depth`
+/// is available. It is never called at or below `local`: the device has these blocks.
 pub fn resolve(
     spec: &NamespaceSpec,
     limit: u32,
@@ -39,14 +39,14 @@ pub(crate) fn resolve_part(
         }
         match missing(spec, boundary, local, &mut has) {
             None => return Ok(boundary),
-            // Every boundary from that block on needs it, too.
+            // Every boundary from this block on needs the missing block, too.
             Some(depth) => boundary = depth.saturating_sub(1) / align * align,
         }
     }
     Ok(local)
 }
 
-/// Whether a hit may end at `boundary`, if every block of full attention can be had up to there. See [`resolve`].
+/// Whether a hit may end at `boundary`, if every block of full attention is available up to there. See [`resolve`].
 pub(crate) fn may_end_at(
     spec: &NamespaceSpec,
     boundary: u32,
@@ -56,7 +56,7 @@ pub(crate) fn may_end_at(
     missing(spec, boundary, local, &mut has).is_none()
 }
 
-/// The end of the deepest block that a hit at `boundary` needs and cannot have.
+/// The end of the deepest block that a hit at `boundary` needs and that is not available.
 fn missing(
     spec: &NamespaceSpec,
     boundary: u32,
@@ -88,8 +88,8 @@ fn missing(
     None
 }
 
-/// As [`resolve`], for a chain of which `has` knows all payloads. Finds the reach of full attention itself; the reach
-/// is at most `limit` hash blocks.
+/// Like [`resolve`], for a chain of which `has` knows all payloads. Also finds the reach of full attention, which is at
+/// most `limit` hash blocks.
 pub fn resolve_all(
     spec: &NamespaceSpec,
     limit: u32,
@@ -126,7 +126,7 @@ mod tests {
         }
     }
 
-    /// Straight from the definition: every boundary, every needed block.
+    /// By the definition: tries every boundary and every needed block.
     fn naive(
         spec: &NamespaceSpec,
         limit: u32,

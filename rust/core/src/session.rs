@@ -2,8 +2,8 @@
 //! the one way to the cache. An engine in this process (`crate::embedded`) and a client of another
 //! process's engine (`undercroft-ipc`) implement it; one suite of tests runs over both.
 //!
-//! Words are vLLM's: computed tokens are those that the device holds already
-//! (`num_computed_tokens`), external tokens are those that a load adds.
+//! Words are vLLM's: computed tokens are tokens that the device already holds
+//! (`num_computed_tokens`), external tokens are tokens that a load adds.
 
 use std::time::Duration;
 
@@ -26,8 +26,8 @@ impl Tokens {
     pub const MAX: Self = Self(u32::MAX);
 }
 
-/// Where a payload lies in the arena, in bytes from its start; [`ArenaOffset::NONE`] for a block that
-/// is not to be copied. As workers take it: a little-endian i64, -1 for none.
+/// Where a payload lies, in bytes from the start of the arena; [`ArenaOffset::NONE`] for a block that
+/// is not to be copied. Workers take it as a little-endian i64, -1 for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ArenaOffset(i64);
 
@@ -38,7 +38,7 @@ impl ArenaOffset {
     /// An offset in bytes.
     ///
     /// # Panics
-    /// If there can be no such arena.
+    /// If no arena can have this offset.
     pub fn new(bytes: u64) -> Self {
         Self(i64::try_from(bytes).expect("an arena is smaller than 2^63 bytes"))
     }
@@ -48,7 +48,7 @@ impl ArenaOffset {
         u64::try_from(self.0).ok()
     }
 
-    /// As workers and the protocol take it.
+    /// The bytes that workers and the protocol take.
     pub fn to_le_bytes(self) -> [u8; 8] {
         self.0.to_le_bytes()
     }
@@ -70,7 +70,7 @@ pub struct Extent {
     pub offsets: Vec<ArenaOffset>,
 }
 
-/// Appends extents of later blocks to those of earlier ones.
+/// Appends extents of later blocks to extents of earlier blocks.
 ///
 /// # Panics
 /// If a group's blocks do not come front to back.
@@ -93,8 +93,8 @@ pub fn append_extents(all: &mut Vec<Extent>, later: Vec<Extent>) {
     }
 }
 
-/// Blocks of a group that a hit can do without (a window's, or a state) and that the device holds now:
-/// a save takes them too.
+/// Optional blocks of a group, of a window or with a state, that the device holds now: a save may take
+/// them, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
     /// Index of the group.
@@ -108,7 +108,7 @@ pub struct Offer {
 /// How long a lookup may stay pending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PromotionWait {
-    /// As long as reads come in.
+    /// As long as reads end.
     Complete,
     /// As long as a load takes less time than computing, by measurement.
     Planned,
@@ -124,22 +124,22 @@ pub enum PromotionWait {
 /// A step that a vLLM has run, for the model of its times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Step {
-    /// Tokens of prompts that it computed.
+    /// Tokens of prompts that the step computed.
     pub tokens: u32,
     /// The sum of these tokens' positions in their prompts.
     pub positions: u64,
-    /// Requests that it computed one token of, after their prompts.
+    /// Requests of which the step computed one token after the prompt.
     pub decodes: u32,
-    /// How long it took, in nanoseconds.
+    /// How long the step took, in nanoseconds.
     pub duration_ns: u64,
 }
 
 /// Whether the scheduler waits for a lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Priority {
-    /// The scheduler asks: promotions for it go first, and its wait has an end.
+    /// The scheduler waits: promotions for the request start first, and the wait has a limit.
     Demand,
-    /// The request has arrived, and the scheduler has not come to it.
+    /// The request has arrived, and the scheduler has not looked it up yet.
     Prefetch,
 }
 
@@ -148,17 +148,17 @@ pub enum Priority {
 pub struct LookupRequest<'a> {
     /// vLLM's id of the request.
     pub request: &'a str,
-    /// The id that people know; empty if that is `request`.
+    /// The id that users know; empty if it is the same as `request`.
     pub label: &'a str,
     /// Block hashes of the prompt.
     pub hashes: &'a dyn HashSource,
     /// Tokens that the device holds: payloads before them are not fetched.
     pub computed: Tokens,
-    /// The deepest boundary of use.
+    /// The deepest boundary that the request can use.
     pub max: Tokens,
-    /// The least boundary of use: where no hit can end there or beyond, nothing is promoted.
+    /// The least boundary that the request can use: if no hit can end there or deeper, nothing is promoted.
     pub min: Tokens,
-    /// Instead of the engine's `promotion_wait`.
+    /// Replaces the engine's `promotion_wait`; `None` keeps it.
     pub wait: Option<PromotionWait>,
     /// Tokens of requests that came before and are not computed yet.
     pub queued: Tokens,
@@ -167,8 +167,7 @@ pub struct LookupRequest<'a> {
 }
 
 impl<'a> LookupRequest<'a> {
-    /// The scheduler asks for the whole cached part of a prompt. The device holds nothing of the
-    /// prompt.
+    /// A demanded lookup of the whole prompt, of which the device holds nothing.
     pub fn new(request: &'a str, hashes: &'a dyn HashSource) -> Self {
         Self {
             request,
@@ -183,7 +182,7 @@ impl<'a> LookupRequest<'a> {
         }
     }
 
-    /// With another name for people.
+    /// With another id for users.
     #[must_use]
     pub fn label(self, label: &'a str) -> Self {
         Self { label, ..self }
@@ -195,7 +194,7 @@ impl<'a> LookupRequest<'a> {
         Self { computed, ..self }
     }
 
-    /// With another limit.
+    /// With another deepest boundary.
     #[must_use]
     pub fn max(self, max: Tokens) -> Self {
         Self { max, ..self }
@@ -237,14 +236,14 @@ impl<'a> LookupRequest<'a> {
 pub enum Lookup {
     /// Payloads are being read from disk, or a server's answer is on its way: ask again.
     Pending {
-        /// As [`Hit::shared`], as far as it is known yet.
+        /// See [`Hit::shared`]; the tokens that are known so far.
         shared: Tokens,
     },
     /// A load may follow.
     Hit(Hit),
     /// There is nothing to load.
     Miss {
-        /// As [`Hit::shared`]. If no hit reaches [`LookupRequest::min`], where the deepest one would end.
+        /// See [`Hit::shared`]. If no hit reaches [`LookupRequest::min`], where the deepest hit would end.
         shared: Tokens,
     },
 }
@@ -280,7 +279,7 @@ impl Lookup {
 /// its load, or its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hit {
-    /// Where the hit ends, above the computed tokens of the question.
+    /// Where the hit ends, above the computed tokens of the request.
     pub tokens: Tokens,
     /// Tokens of the prompt whose chain is in the index, usable or not. Above `tokens` where a window or
     /// a state is missing: other prompts share that prefix, and a hit could end there.
@@ -317,7 +316,7 @@ impl Sources {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TransferId(pub u64);
 
-/// Names a session for the workers that copy for it, and lets them have the arena. 0 names none.
+/// Identifies a session to the workers that copy for it, and entitles them to the arena. 0 is no session.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SessionToken(pub u128);
 
@@ -326,15 +325,15 @@ pub struct SessionToken(pub u128);
 pub struct Load {
     /// Ends the transfer.
     pub id: TransferId,
-    /// The session that the payloads are kept for.
+    /// The session for which the payloads are kept.
     pub session: SessionToken,
     /// Where to copy from.
     pub extents: Vec<Extent>,
-    /// Where its tokens were found.
+    /// The tiers in which the load's tokens were found.
     pub sources: Sources,
 }
 
-/// A question: where to save the blocks of a prompt's first tokens?
+/// Asks where to save the blocks of a prompt's first tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct SaveRequest<'a> {
     /// vLLM's id of the request. A policy weighs each of its blocks once, however often its save is tried
@@ -370,11 +369,11 @@ impl<'a> SaveRequest<'a> {
 /// The answer to a [`SaveRequest`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Save {
-    /// Slots, or the answer that there is nothing to copy.
+    /// Slots, or a grant without slots if there is nothing to copy.
     Granted(SaveGrant),
-    /// The grant comes from [`Session::poll_saves`].
+    /// [`Session::poll_saves`] returns the grant later.
     Pending(TransferId),
-    /// No engine can be asked now.
+    /// There is no engine now.
     Unavailable,
 }
 
@@ -383,11 +382,11 @@ pub enum Save {
 pub struct SaveGrant {
     /// Ends the save, unless there is nothing to copy.
     pub id: TransferId,
-    /// The session that the slots are kept for.
+    /// The session for which the slots are kept.
     pub session: SessionToken,
     /// Where to copy to. Empty if there is nothing to copy: the save has ended.
     pub extents: Vec<Extent>,
-    /// Blocks were left out because memory was short: the save may be asked for again.
+    /// Blocks were left out because memory was short: the client may ask for the save again.
     pub refused: bool,
 }
 
@@ -399,9 +398,9 @@ pub struct SessionSpec {
     /// Tokens before the end of the cached prefix at which every hit must end: a draft model's KV
     /// of a token depends on the token after it.
     pub dropped_tokens: Tokens,
-    /// The session shares with no other: its weights may be others than the namespace says.
+    /// The session shares blocks with no other session: its weights may not match the namespace's description.
     pub private: bool,
-    /// A hit is leased also for a prefetch: the client loads by it without asking again.
+    /// A hit of a prefetch is leased, too: the client loads it without another lookup.
     pub leases_prefetches: bool,
 }
 
@@ -416,7 +415,7 @@ impl From<NamespaceSpec> for SessionSpec {
     }
 }
 
-/// A payload has become readable in a tier, or has ceased to be.
+/// A payload has become readable in a tier, or is no longer readable there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockEvent {
     /// The tier.
@@ -425,7 +424,7 @@ pub struct BlockEvent {
     pub stored: bool,
     /// Index of the payload's group.
     pub group: u8,
-    /// The block hash that it ends with.
+    /// The block hash at the payload's end.
     pub hash: BlockHash,
     /// Hash of the block before; `None` for the first block of a prompt, and for a payload that has left.
     pub parent: Option<BlockHash>,
@@ -438,7 +437,7 @@ pub enum EventTier {
     Host,
     /// On disk.
     Disk,
-    /// In the remote store, by all that this engine knows.
+    /// In the remote store, as far as this engine knows.
     Remote,
 }
 
@@ -454,37 +453,37 @@ impl From<Tier> for EventTier {
 /// The changes in the tiers, in their order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockEvents {
-    /// Everything that was told before is void: changes were lost, or the namespace is another. The
+    /// All earlier events are void: changes were lost, or the session has another namespace. The
     /// present content follows from here on.
     pub cleared: bool,
     /// The changes.
     pub events: Vec<BlockEvent>,
-    /// More is to be told at once.
+    /// More events are available at once.
     pub more: bool,
 }
 
-/// One vLLM scheduler's use of one namespace. Calls take microseconds and never wait for IO, but for
-/// those with a timeout. Every call may be repeated, and none fails: without an engine there are misses.
+/// One vLLM scheduler's use of one namespace. Calls take microseconds and never wait for IO, except calls
+/// with a timeout. Every call may be repeated, and no call fails: without an engine, lookups are misses.
 pub trait Session: std::fmt::Debug + Send + Sync {
     /// Digest of the namespace, hexadecimal.
     fn namespace(&self) -> String;
 
-    /// Looks a prompt up, and starts to promote the payloads of it that are on disk only. A hit of
+    /// Looks a prompt up, and starts to promote its payloads that are only on disk. A hit of
     /// [`Priority::Demand`] is leased.
     fn lookup(&self, request: &LookupRequest<'_>) -> Lookup;
 
     /// Waits until [`Session::lookup`] no longer answers [`Lookup::Pending`], at most for `timeout`.
-    /// Returns whether it does.
+    /// Returns whether the lookup is no longer pending.
     fn wait(&self, request: &str, timeout: Duration) -> bool;
 
-    /// Why the last answer of a request's lookup has no more tokens; `None` before there was one.
+    /// Why the last answer of a request's lookup has no more tokens; `None` before the first answer.
     fn rest(&self, request: &str) -> Option<Rest>;
 
     /// The request's lookup is not needed any more: ends its lease and its promotion.
     fn end_lookup(&self, request: &str);
 
     /// Begins the load of `external` tokens after `computed`, up to a boundary that the request's last
-    /// hit covers. `None` if no hit covers it: the request computes.
+    /// hit covers. `None` if no hit covers the load: the request computes these tokens.
     fn begin_load(&self, request: &str, computed: Tokens, external: Tokens) -> Option<Load>;
 
     /// Asks for slots for the blocks that are not cached yet.
@@ -493,28 +492,28 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     /// The grants of pending saves that have come since the last call.
     fn poll_saves(&self) -> Vec<SaveGrant>;
 
-    /// All ranks have ended the copies of a load or a save, or no rank will copy. After a load that
-    /// failed the request's lookups are misses; a save that failed is dropped.
+    /// Ends a load or a save: all ranks have ended its copies, or no rank will copy. After a failed load the
+    /// request's lookups are misses; a failed save is dropped.
     fn end_transfer(&self, id: TransferId, ok: bool);
 
     /// The request has finished or was aborted. Loads and saves under way go on.
     fn finish_request(&self, request: &str);
 
-    /// Reports a client's knowledge of a prompt's future use: see [`Hint`](crate::hint::Hint). Waits for a server's
-    /// answer for microseconds, and answers [`HintAnswer::Pending`] then.
+    /// Reports a client's knowledge of a prompt's future use: see [`Hint`](crate::hint::Hint). Waits only microseconds
+    /// for a server's answer, then answers [`HintAnswer::Pending`].
     fn hint(&self, request: &HintRequest<'_>) -> HintAnswer;
 
     /// The payloads that were stored in the tiers or removed since the last call. The first calls report the present
-    /// content, a part in each call. Until then nothing is noted. `restart`: the receivers have forgotten all events, so
-    /// the session reports the present content again, without [`BlockEvents::cleared`].
+    /// content, a part in each call. Until then nothing is noted. `restart`: the receivers have forgotten all events,
+    /// so the session reports the present content again, without [`BlockEvents::cleared`].
     fn take_events(&self, restart: bool) -> BlockEvents;
 
     /// Steps that the vLLM has run since the last call.
     fn report_steps(&self, steps: &[Step]);
 
-    /// Drops everything of the namespace. No earlier block is found when this returns; true if
-    /// nothing of it is found after a restart either, which takes at most `timeout` to ensure.
-    /// False, and nothing is dropped, if the session was closed.
+    /// Drops all blocks of the namespace: from now on no lookup finds an earlier block. Waits at most `timeout`
+    /// until no restart finds an earlier block either. Returns whether that is ensured.
+    /// If the session was closed, drops nothing and returns false.
     fn reset(&self, timeout: Duration) -> bool;
 
     /// Ends the session: its lookups, leases, loads and saves.

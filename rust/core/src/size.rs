@@ -9,7 +9,7 @@ const UNITS: [(&str, u64); 4] = [
     ("KiB", 1 << 10),
 ];
 
-/// Bytes, shown with four significant digits at most and rounded down: a limit in a message can be used as it is.
+/// Bytes, shown with at most four significant digits and rounded down, so that an operator can use a shown limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bytes(pub u64);
 

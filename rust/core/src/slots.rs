@@ -1,9 +1,9 @@
 //! Fixed-size slots in a region (the arena, or a data file).
 //!
 //! The region is cut into pages. A page belongs to one size class while any of its slots is in use, and
-//! goes back to the pool when the last one is freed, so space moves between classes by use. The fullest
-//! page gives the next slot, so that the emptier ones empty themselves. This module does bookkeeping
-//! only and never touches a byte.
+//! returns to the pool when its last slot is freed, so space moves between classes by use. The next slot
+//! comes from the fullest page, so that emptier pages become empty. This module only keeps books
+//! and never touches a byte.
 
 use std::collections::BTreeSet;
 
@@ -20,25 +20,25 @@ pub(crate) use runs::Run;
 pub const SLOT_ALIGN: u64 = crate::io::IO_ALIGN;
 
 const PAGE_BYTES_MIN: u64 = 256 << 10;
-/// A region has at least about this many of the largest pages, so that every size class finds room.
+/// A region has at least about this many pages of the largest size, so that every size class finds room.
 const PAGES_TARGET: u64 = 64;
 /// The smallest page, as a part of the largest.
 const UNITS_PER_PAGE: u64 = 64;
-/// Slots that a page has at least, unless it is one of the largest: a page has its share of bookkeeping.
+/// Least number of slots of a page, unless the page has the largest size: each page costs bookkeeping.
 const PAGE_SLOTS_MIN: u64 = 8;
 /// A class has smaller pages if they waste no more than this part of the region beyond the waste of the largest pages.
 const WASTE_SHARE: u64 = 64;
 /// No page.
 const NO_PAGE: u32 = u32::MAX;
-/// No page, and none may come.
+/// The unit has no page, and gets none: it is withheld.
 const WITHHELD: u32 = u32::MAX - 1;
 
-/// The offset in bytes of a slot that is counted in [`SLOT_ALIGN`].
+/// The offset in bytes of a slot with this number, which counts units of [`SLOT_ALIGN`].
 pub(crate) fn slot_offset(slot: u32) -> u64 {
     u64::from(slot) * SLOT_ALIGN
 }
 
-/// An offset in bytes, counted in [`SLOT_ALIGN`].
+/// The number of a slot at an offset in bytes, in units of [`SLOT_ALIGN`].
 pub(crate) fn slot_number(offset: u64) -> u32 {
     assert!(
         offset.is_multiple_of(SLOT_ALIGN),
@@ -83,7 +83,7 @@ impl OwnerCell {
         })
     }
 
-    /// A cell that is not in use, with the number of the next such cell of its page.
+    /// A free cell, with the number of the next free cell of its page.
     fn free_before(next: u32) -> Self {
         Self {
             node: next.to_ne_bytes(),
@@ -116,7 +116,7 @@ struct Page {
     cell: u32,
     /// Free slots.
     free: u32,
-    /// One of the free slots. Its cell names the next.
+    /// The first free slot. The cell of a free slot holds the number of the next.
     first_free: u32,
 }
 
@@ -135,7 +135,7 @@ struct ClassState {
     /// Pages with a free slot, by [`Page::rank`].
     partial: BTreeSet<(u32, u32)>,
     used: u64,
-    /// It has no slots: its pages are withheld.
+    /// The class has no slots: its pages are withheld.
     withholds: bool,
 }
 
@@ -164,15 +164,15 @@ pub fn page_bytes_for(capacity: u64) -> u64 {
     (1 << share.ilog2()).clamp(PAGE_BYTES_MIN, PAGE_BYTES_MAX)
 }
 
-/// A region whose pages hold payloads of `payload_bytes`; `None` if no page is so large.
+/// A region whose pages hold payloads of `payload_bytes`; `None` if no page is large enough.
 pub(crate) fn region_for(payload_bytes: u64) -> Option<u64> {
     let page_bytes = payload_bytes.next_power_of_two().max(PAGE_BYTES_MIN);
     (page_bytes <= PAGE_BYTES_MAX).then_some(page_bytes * PAGES_TARGET)
 }
 
 impl Slots {
-    /// A region of `capacity` bytes with pages of at most `page_bytes`; bytes that do not fill such a page are left
-    /// out.
+    /// A region of `capacity` bytes with pages of at most `page_bytes`. Bytes that do not fill a page of this size are
+    /// not used.
     pub fn new(capacity: u64, page_bytes: u64) -> Self {
         assert!(
             page_bytes.is_power_of_two() && page_bytes >= SLOT_ALIGN,
@@ -185,7 +185,7 @@ impl Slots {
         Self {
             page_bytes,
             unit_bytes,
-            // Reserves address space only; it never moves.
+            // Reserves only address space; the vector never moves.
             pages: Vec::with_capacity(units as usize),
             cells: Cells::new(),
             free_numbers: Vec::new(),
@@ -198,7 +198,7 @@ impl Slots {
         }
     }
 
-    /// The class of payloads of `payload_bytes`; `None` if one does not fit a page.
+    /// The class of payloads of `payload_bytes`; `None` if such a payload does not fit a page.
     pub fn class_for(&mut self, payload_bytes: u64) -> Option<Class> {
         let slot_bytes = payload_bytes.max(1).next_multiple_of(SLOT_ALIGN);
         if slot_bytes > self.page_bytes || self.page_at.is_empty() {
@@ -221,8 +221,8 @@ impl Slots {
         Class::try_from(index).ok()
     }
 
-    /// Size of the pages for slots of `slot_bytes`: small, so that little has to go for one, unless the
-    /// rests at their ends would cost capacity.
+    /// Size of the pages for slots of `slot_bytes`: small, so that few evictions empty a page, unless the
+    /// unused bytes at the ends of the pages would cost capacity.
     fn order_for(&self, slot_bytes: u64) -> u32 {
         let largest = (self.page_bytes / self.unit_bytes).ilog2();
         let usable = |order: u32| {
@@ -260,7 +260,7 @@ impl Slots {
         self.classes[usize::from(class)].slot_bytes
     }
 
-    /// Bytes in whole pages of the largest size, less those that are withheld.
+    /// Bytes in whole pages of the largest size, without withheld bytes.
     pub fn capacity(&self) -> u64 {
         self.extent() - self.withheld_bytes()
     }
@@ -311,7 +311,7 @@ impl Slots {
         0..Class::try_from(self.classes.len()).expect("`class_for` limits the size classes")
     }
 
-    /// Takes a slot; the offset in bytes, or `None` if the class has no room and no page is free.
+    /// Allocates a slot. Returns its offset in bytes, or `None` if the class has no room and no page is free.
     pub fn alloc(&mut self, class: Class, owner: Owner) -> Option<u64> {
         work::slots(1);
         let number = match self.classes[usize::from(class)].partial.first() {
@@ -358,14 +358,14 @@ impl Slots {
         self.cells.owner(cell)
     }
 
-    /// A cell without a slot.
+    /// Takes a free cell, for a record without a slot.
     pub(crate) fn take_cell(&mut self, owner: Owner) -> u32 {
         let cell = self.cells.take(1);
         self.cells.get_mut(cell).replace(owner);
         cell
     }
 
-    /// Takes a cell without a slot, if it is free.
+    /// Takes this cell, for a record without a slot, if the cell is free.
     pub(crate) fn take_cell_at(&mut self, cell: u32, owner: Owner) -> bool {
         let is_free = self.cells.take_at(cell..cell + 1);
         if is_free {
@@ -374,7 +374,7 @@ impl Slots {
         is_free
     }
 
-    /// Gives a cell without a slot back.
+    /// Frees a cell without a slot.
     pub(crate) fn put_cell(&mut self, cell: u32) {
         self.cells.put(cell..cell + 1);
     }
@@ -392,7 +392,7 @@ impl Slots {
         self.cells.bytes() + (pages + numbers * size_of::<u32>()) as u64
     }
 
-    /// Gives a slot back.
+    /// Frees a slot.
     pub fn free(&mut self, class: Class, offset: u64) {
         work::slots(1);
         let slot_bytes = self.slot_bytes(class);
@@ -428,7 +428,7 @@ impl Slots {
         }
     }
 
-    /// Whether a slot of `class` can be had only by freeing another.
+    /// Whether a slot of `class` is available only after another slot is freed.
     pub fn is_full(&self, class: Class) -> bool {
         let state = &self.classes[usize::from(class)];
         let is_kept = self.kept_for() == Some(class);
@@ -457,7 +457,7 @@ impl Slots {
         1 << self.classes[usize::from(class)].order
     }
 
-    /// Index in its page of the slot at `offset`.
+    /// Index of the slot at `offset` in its page.
     pub(crate) fn slot_at(&self, class: Class, offset: u64) -> usize {
         let page_bytes = self.unit_bytes * u64::from(self.units(class));
         let slot = offset % page_bytes / self.slot_bytes(class);
@@ -476,7 +476,7 @@ impl Slots {
         Some(number)
     }
 
-    /// Makes a page for `class` of free units, with the cells from `cell` on if they are free.
+    /// Makes a page for `class` from free units, with the cells from `cell` on if these are free.
     fn give_page(&mut self, unit: u32, class: Class, cell: Option<u32>) -> u32 {
         let slots = u32::try_from(self.slots_per_page(class))
             .expect("a page of at most 64 MiB has fewer than 2^32 slots");
@@ -502,7 +502,7 @@ impl Slots {
         number
     }
 
-    /// An empty page goes back to the pool.
+    /// Returns an empty page to the pool.
     fn take_page_back(&mut self, number: u32) {
         let Page { class, unit, .. } = self.clear_page(number);
         match &mut self.closed {
@@ -514,7 +514,7 @@ impl Slots {
         }
     }
 
-    /// Removes an empty page; its number is free again.
+    /// Removes an empty page, and frees its number.
     fn clear_page(&mut self, number: u32) -> Page {
         self.cells.put(self.cells_in(self.page(number)));
         let page = self.pages[number as usize].take();
@@ -525,7 +525,7 @@ impl Slots {
         page
     }
 
-    /// A page's count of free slots has changed: the page is listed if it has any.
+    /// Adds a page whose count of free slots has changed to the list of pages with free slots, if it has any.
     fn enter_partial(&mut self, number: u32) {
         let page = self.page(number);
         let (class, rank) = (usize::from(page.class), page.rank(number));
@@ -535,7 +535,7 @@ impl Slots {
         }
     }
 
-    /// A page's count of free slots is about to change.
+    /// Removes a page whose count of free slots is about to change from this list.
     fn leave_partial(&mut self, number: u32) {
         let page = self.page(number);
         let (class, rank) = (usize::from(page.class), page.rank(number));

@@ -1,14 +1,14 @@
-//! Counts of the work of an entry of the engine. Time on a shared machine proves nothing.
+//! Counts of the work of an entry of the engine, since times on a shared machine prove nothing.
 //!
-//! A unit is a step of a loop over something that may be long: a node that is visited, an operation on
-//! the index or on a policy's candidates, a payload that is evicted, a record that is given, taken or
-//! read, a queued write. Each costs at most a few cache misses. Loops over namespaces, sessions,
-//! directories and groups are not counted: these are few.
+//! A unit is a step of a loop that may be long: a node that is visited, an operation on
+//! the index or on a policy's candidates, a payload that is evicted, a record that is allocated, freed or
+//! read, a queued write. Each unit costs at most a few cache misses. Loops over namespaces, sessions,
+//! directories and groups are not counted, since these are few.
 //!
-//! The counts are kept for each thread, and only with the feature `check`. Without it nothing is left of
-//! them.
+//! The counts are kept for each thread, and only with the feature `check`. Without the feature, counting
+//! costs nothing.
 
-/// Units of work since the last [`take`](Work::take).
+/// Units of work since the last call of `Work::take`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Work {
     /// Nodes visited.
@@ -19,7 +19,7 @@ pub struct Work {
     pub candidates: u64,
     /// Payloads evicted.
     pub evictions: u64,
-    /// Slots and records that were given or freed.
+    /// Slots and records that were allocated or freed.
     pub slots: u64,
     /// Entries of queues: writes, reads, payloads of a transfer.
     pub queued: u64,
@@ -36,7 +36,7 @@ impl Work {
         queued: 0,
     };
 
-    /// All units.
+    /// Sum of all units.
     pub fn units(&self) -> u64 {
         self.nodes + self.index + self.candidates + self.evictions + self.slots + self.queued
     }
@@ -64,37 +64,37 @@ fn count(add: impl FnOnce(&mut Work)) {
 #[inline(always)]
 fn count(_: impl FnOnce(&mut Work)) {}
 
-/// A node is visited.
+/// Counts a node that is visited.
 #[inline(always)]
 pub(crate) fn node() {
     count(|work| work.nodes += 1);
 }
 
-/// The index is asked or changed.
+/// Counts a search in the index, or a change of the index.
 #[inline(always)]
 pub(crate) fn index() {
     count(|work| work.index += 1);
 }
 
-/// A policy's candidates are searched or changed.
+/// Counts a search in a policy's candidates, or a change of them.
 #[inline(always)]
 pub(crate) fn candidate() {
     count(|work| work.candidates += 1);
 }
 
-/// A payload is evicted.
+/// Counts a payload that is evicted.
 #[inline(always)]
 pub(crate) fn eviction() {
     count(|work| work.evictions += 1);
 }
 
-/// This many slots or records are given or freed.
+/// Counts slots or records that are allocated or freed.
 #[inline(always)]
 pub(crate) fn slots(slots: usize) {
     count(|work| work.slots += slots as u64);
 }
 
-/// An entry of a queue is taken.
+/// Counts an entry that is taken from a queue.
 #[inline(always)]
 pub(crate) fn queued() {
     count(|work| work.queued += 1);

@@ -1,4 +1,4 @@
-//! The host arena: its memory, and putting pages behind it.
+//! The host arena: its mapping, and how its pages are populated.
 
 mod numa;
 mod populate;

@@ -1,6 +1,6 @@
-//! Over which NUMA nodes the arena is spread.
+//! The NUMA nodes over which the arena is spread.
 //!
-//! One thread populates the arena, so that without a policy all of it would come from that thread's node, and the GPUs
+//! One thread populates the arena. Without a policy, all of its memory would come from that thread's node, and the GPUs
 //! of the other sockets would share one link between the sockets.
 
 use std::collections::BTreeSet;
@@ -16,8 +16,8 @@ const NVIDIA: &str = "0x10de";
 /// PCI class of displays: VGA and 3D controllers.
 const DISPLAY: &str = "0x03";
 
-/// The nodes with memory that NVIDIA GPUs are attached to, below the `/sys` given. Empty where the machine does not
-/// tell.
+/// The nodes that have memory and to which NVIDIA GPUs are attached, by the files below `sys`. Empty if the machine
+/// does not report them.
 pub(super) fn gpu_nodes(sys: &Path) -> Vec<u32> {
     let read = |path: &Path| fs::read_to_string(path).unwrap_or_default();
     let memory = ranges(read(&sys.join("devices/system/node/has_memory")).trim());
@@ -29,7 +29,7 @@ pub(super) fn gpu_nodes(sys: &Path) -> Vec<u32> {
         .map(|device| device.path())
         .filter(|device| read(&device.join("vendor")).trim() == NVIDIA)
         .filter(|device| read(&device.join("class")).starts_with(DISPLAY))
-        // -1: the firmware does not tell.
+        // -1: the firmware does not report the node.
         .filter_map(|device| read(&device.join("numa_node")).trim().parse().ok())
         .filter(|node| memory.contains(node) && u64::from(*node) < MASK_BITS)
         .collect();
@@ -45,7 +45,7 @@ fn ranges(list: &str) -> BTreeSet<u32> {
     list.split(',').filter_map(range).flatten().collect()
 }
 
-/// The nodes as `mbind` takes them. The kernel reads one bit less than it is told.
+/// The nodes as `mbind` takes them. The kernel reads one bit less than the given number.
 pub(super) fn mask(nodes: &[u32]) -> [u64; MASK_BITS as usize / 64 + 1] {
     let mut mask = [0; MASK_BITS as usize / 64 + 1];
     for node in nodes {
@@ -54,8 +54,8 @@ pub(super) fn mask(nodes: &[u32]) -> [u64; MASK_BITS as usize / 64 + 1] {
     mask
 }
 
-/// Which of its plain pages brings the `n`-th huge page to the `n`-th node in turn. The kernel interleaves plain pages by
-/// their number in the file, and every first page of a huge page has a number that is a multiple of 512.
+/// The plain page of the `n`-th huge page that lies on the `n`-th node in turn. The kernel interleaves plain pages by
+/// their number in the file, and the first plain page of every huge page has a multiple of 512 as its number.
 pub(super) fn page_of_node_in_turn(n: u64, nodes: usize) -> u64 {
     let nodes = nodes.max(1) as u64;
     let first = n * (HUGE_PAGE / ARENA_ALIGN);

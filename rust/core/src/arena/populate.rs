@@ -1,4 +1,4 @@
-//! Putting memory behind the arena before it is used, in huge pages where the kernel has them.
+//! Populates the arena's pages before their use, with huge pages where the kernel has them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,8 +14,8 @@ use super::region::{ARENA_ALIGN, Arena, HUGE_PAGE};
 const PREFAULT_STEP: u64 = 64 << 20;
 
 impl Arena {
-    /// Puts memory behind the range, so that later accesses do not fault. Fails with EINVAL before
-    /// Linux 5.14, and with ENOMEM or EFAULT when the memory is not there.
+    /// Populates a range, so that later accesses do not fault. Fails with EINVAL before
+    /// Linux 5.14, and with ENOMEM or EFAULT if memory is short.
     pub fn prefault(&self, offset: u64, len: u64) -> Result<(), Errno> {
         self.check(offset, len).map_err(|_| Errno::INVAL)?;
         if !self.huge_pages() {
@@ -24,14 +24,14 @@ impl Arena {
         self.advise(offset, len, Advice::LinuxPopulateWrite)
     }
 
-    /// Asks for transparent huge pages behind the range at once. Shared memory has them otherwise only
-    /// where the system's `shmem_enabled` allows it, and contiguous memory keeps a transfer one
-    /// piece for the device. A wish: ranges that the kernel (6.1 or newer) refuses stay on plain
+    /// Asks for transparent huge pages for the range at once. Without the request, shared memory has them only
+    /// if the system's `shmem_enabled` allows them. With contiguous memory, a transfer is one
+    /// piece for the device. Ranges that the kernel (6.1 or newer) refuses stay on plain
     /// pages.
     fn gather(&self, offset: u64, len: u64) {
         let first = offset.next_multiple_of(HUGE_PAGE);
         let end = (offset + len) / HUGE_PAGE * HUGE_PAGE;
-        // A range without any page is not gathered. The huge page comes from the node of the page that is there.
+        // The kernel gathers no range without a page, and takes the huge page from the node of an existing page.
         let touch = |at| {
             let page =
                 at + ARENA_ALIGN * numa::page_of_node_in_turn(at / HUGE_PAGE, self.nodes.len());
@@ -47,7 +47,7 @@ impl Arena {
     }
 }
 
-/// Puts memory behind the whole arena, from its start on, in a thread of its own. Stopped and joined
+/// A thread that populates the whole arena, from its start on. Stopped and joined
 /// on drop.
 #[derive(Debug)]
 pub struct Prefault {
@@ -55,7 +55,7 @@ pub struct Prefault {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Starts populating `arena` in the background. Where the kernel cannot, pages come on first use.
+/// Starts to populate `arena` in the background. If the kernel cannot, pages are populated on first use.
 pub fn prefault_in_background(arena: Arc<Arena>) -> std::io::Result<Prefault> {
     let stop = Arc::new(AtomicBool::new(false));
     let stopped = Arc::clone(&stop);
@@ -83,7 +83,7 @@ fn prefault_steps(arena: &Arena, stop: &AtomicBool) {
 }
 
 impl Prefault {
-    /// Waits until the thread has ended by itself.
+    /// Waits until the thread has populated the arena and ended.
     pub fn join(mut self) {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();

@@ -31,7 +31,7 @@ use crate::size::Bytes;
 /// The size of an arena is a multiple of this, in bytes.
 pub const ARENA_ALIGN: u64 = 4096;
 
-/// The size of a transparent huge page, in bytes, to which a mapping has to be aligned to have any.
+/// The size of a transparent huge page, in bytes. A mapping has to be aligned to this size to have huge pages.
 pub(super) const HUGE_PAGE: u64 = 2 << 20;
 
 /// Why an arena could not be made or mapped.
@@ -59,7 +59,7 @@ pub enum ArenaError {
         /// The memory that the machine or the container's limit leaves.
         available: u64,
     },
-    /// A descriptor that was handed over is not an arena of the size that was announced.
+    /// A received descriptor is not an arena of the announced size.
     #[error(
         "arena descriptor: expected a memfd of {expected} bytes sealed against resizing, found {found} bytes, sealed: {sealed}"
     )]
@@ -105,7 +105,7 @@ pub struct Arena {
     /// NUMA nodes over which the pages are interleaved; empty if the kernel chooses.
     pub(super) nodes: Vec<u32>,
     pub(super) populated: AtomicU64,
-    /// Some of its memory was returned to the system: nothing populates it from then on.
+    /// Some of the memory was returned to the system: from then on nothing populates the arena.
     pub(super) is_released: AtomicBool,
 }
 
@@ -136,7 +136,7 @@ impl Arena {
         Self::map(fd, size, false)
     }
 
-    /// `None` where the free huge pages do not suffice or the kernel refuses.
+    /// A new arena on reserved huge pages. `None` if too few of them are free, or if the kernel refuses.
     fn create_on_huge_pages(size: u64) -> Option<Self> {
         let (pages, page_bytes) = memory::free_huge_pages();
         let fits = page_bytes > 0 && size.is_multiple_of(page_bytes) && size / page_bytes <= pages;
@@ -147,7 +147,7 @@ impl Arena {
         Self::map(fd, size, true).ok()
     }
 
-    /// Maps an arena that another process created and handed over.
+    /// Maps an arena that another process created, by its descriptor.
     pub fn from_fd(fd: OwnedFd, size: u64) -> Result<Self, ArenaError> {
         let os = |step| move |source| ArenaError::Os { size, step, source };
         if size == 0 || !size.is_multiple_of(ARENA_ALIGN) || isize::try_from(size).is_err() {
@@ -157,7 +157,7 @@ impl Arena {
             .map_err(os("fstat"))?
             .st_size
             .cast_unsigned();
-        // Not a memfd at all: F_GET_SEALS fails, which is "not sealed".
+        // F_GET_SEALS fails if the file is no memfd, which counts as not sealed.
         let sealed = rustix::fs::fcntl_get_seals(&fd)
             .is_ok_and(|seals| seals.contains(SealFlags::SHRINK | SealFlags::GROW));
         if found != size || !sealed {
@@ -202,7 +202,7 @@ impl Arena {
             populated: AtomicU64::new(0),
             is_released: AtomicBool::new(false),
         };
-        // Both are wishes: without them the arena works, only slower or with larger core dumps.
+        // Failures are ignored: the arena then works, but more slowly or with larger core dumps.
         let _ = arena.advise(0, size, Advice::LinuxDontDump);
         if !huge_pages {
             let _ = arena.advise(0, size, Advice::LinuxHugepage);
@@ -214,12 +214,12 @@ impl Arena {
         Ok(arena)
     }
 
-    /// The memfd, to be handed to workers.
+    /// The memfd, to be sent to workers.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// Bytes.
+    /// Size in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
@@ -229,7 +229,7 @@ impl Arena {
         self.base.as_ptr().addr()
     }
 
-    /// Whether it lies on reserved huge pages.
+    /// Whether the arena lies on reserved huge pages.
     pub fn huge_pages(&self) -> bool {
         self.huge_pages
     }
@@ -239,12 +239,12 @@ impl Arena {
         &self.nodes
     }
 
-    /// Bytes from the start that are known to have memory behind them.
+    /// Number of bytes, from the start, that are known to be populated.
     pub fn populated(&self) -> u64 {
         self.populated.load(Ordering::Acquire)
     }
 
-    /// Whether the range lies inside.
+    /// Checks that the range lies inside the arena.
     pub fn check(&self, offset: u64, len: u64) -> Result<(), OutOfBounds> {
         match offset.checked_add(len) {
             Some(end) if end <= self.size => Ok(()),
@@ -302,8 +302,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Copies a range of another arena into this one. Another process may write the range meanwhile: then any of its
-    /// bytes may come, and no reference to the range is made.
+    /// Copies a range of another arena into this arena. No reference to the range is made, since another process may
+    /// write the range meanwhile: the copy may then have any of the written bytes.
     pub fn copy_from(
         &self,
         offset: u64,
@@ -330,7 +330,7 @@ impl Arena {
         self.with(offset, len, |bytes| out.extend_from_slice(bytes))
     }
 
-    /// Copies a range of the length of `out` to `out`.
+    /// Fills `out` with the bytes of the arena from `offset` on.
     pub fn copy_to(&self, offset: u64, out: &mut [u8]) -> Result<(), OutOfBounds> {
         let start = self.pointer(offset, out.len() as u64)?;
         // SAFETY: both are valid for the length, and no Rust reference into the arena exists that `out` could be.
@@ -338,7 +338,7 @@ impl Arena {
         Ok(())
     }
 
-    /// One `pread` into the range; the number of bytes read, which may be short.
+    /// Makes one `pread` into the range. Returns the number of bytes read, which may be less than `len`.
     pub fn pread(
         &self,
         file: BorrowedFd<'_>,
@@ -352,7 +352,7 @@ impl Arena {
         rustix::io::pread(file, buffer, at)
     }
 
-    /// One `pwrite` of the range; the number of bytes written, which may be short.
+    /// Makes one `pwrite` of the range. Returns the number of bytes written, which may be less than `len`.
     pub fn pwrite(
         &self,
         file: BorrowedFd<'_>,
@@ -373,7 +373,7 @@ impl Arena {
         unsafe { rustix::mm::madvise(start.cast(), len as usize, advice) }
     }
 
-    /// Asks the kernel to put huge pages behind the range now and to copy its bytes to them.
+    /// Asks the kernel to replace the pages of the range by huge pages now, with the same bytes.
     pub(super) fn collapse(&self, offset: u64, len: u64) -> std::io::Result<()> {
         let start = self.pointer(offset, len).map_err(std::io::Error::other)?;
         // SAFETY: the range lies inside the mapping, and its bytes stay the same.
@@ -385,7 +385,7 @@ impl Arena {
 }
 
 impl Arena {
-    /// Has the kernel take pages that are not there yet from `nodes` in turn, whichever process touches
+    /// Makes the kernel take pages that are not populated yet from `nodes` in turn, whichever process touches
     /// them first: the policy belongs to the file.
     pub(super) fn interleave(&self, nodes: &[u32]) -> std::io::Result<()> {
         let mask = numa::mask(nodes);
@@ -408,7 +408,7 @@ impl Arena {
     }
 }
 
-/// Locks the first byte of a file for this open alone, until that is closed.
+/// Locks the first byte of a file exclusively for this open file description, until it is closed.
 pub(super) fn lock_alone(file: &File) -> std::io::Result<()> {
     let lock = libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
@@ -439,7 +439,7 @@ fn reserve(len: usize) -> Result<*mut c_void, Errno> {
     }?;
     let before = start.addr().next_multiple_of(spare) - start.addr();
     let place = start.wrapping_byte_add(before);
-    // The parts before and behind the mapping are not used. If they stayed reserved, that would be harmless. SAFETY:
+    // The parts before and behind the mapping are not used. They may stay reserved if the call fails. SAFETY:
     // the beginning of the mapping above.
     let _ = unsafe { rustix::mm::munmap(start, before) };
     // SAFETY: its end.
@@ -535,7 +535,7 @@ mod tests {
     /// `MPOL_F_ADDR`.
     const OF_ADDRESS: libc::c_int = 2;
 
-    /// Policy and nodes of the page at an address, of which nothing is there yet.
+    /// Policy and nodes of the page at an address, which is not populated yet.
     fn policy_at(address: usize) -> (i32, u64) {
         let mut mode: libc::c_int = -1;
         let mut mask = numa::mask(&[]);

@@ -1,4 +1,4 @@
-//! Memory of the arena that the system gets back.
+//! Returns memory of the arena to the system.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -9,17 +9,17 @@ use rustix::fs::FallocateFlags;
 use super::region::{Arena, lock_alone};
 
 impl Arena {
-    /// Gives the memory behind a range, which no slot uses, back to the system. Its bytes read as zeros from then on.
+    /// Returns the memory behind a range, which no slot uses, to the system. The range then reads as zeros.
     ///
     /// A device whose driver has pinned the range would keep the old pages and copy from and to them. So a process that
-    /// pins a part of the arena holds a shared lock on the file's first byte, on an open of its own
+    /// pins a part of the arena holds a shared lock on the file's first byte, by an open file description of its own
     /// (`python/undercroft/device/pinning.py`).
     ///
     /// # Errors
     /// If a process has pinned a part of the arena, or the kernel refuses.
     pub fn release(&self, offset: u64, len: u64) -> std::io::Result<()> {
         self.check(offset, len).map_err(std::io::Error::other)?;
-        // A lock belongs to an open: workers have been given the arena's own.
+        // A lock belongs to an open file description, and workers share the arena's description.
         let name = format!("/proc/self/fd/{}", self.fd().as_raw_fd());
         let file = File::options().read(true).write(true).open(name)?;
         lock_alone(&file)?;
@@ -51,12 +51,12 @@ mod tests {
         assert_eq!(arena.read(0, 2).unwrap(), [7, 7]);
         drop(pinner);
         arena.release(0, 4 << 20).unwrap();
-        // To read a byte brings a page.
+        // The read of a byte populates a page.
         assert!(blocks() < before, "{before} blocks");
         assert_eq!(arena.read(0, 2).unwrap(), [0, 0]);
         assert_eq!(arena.read(4 << 20, 2).unwrap(), [8, 8]);
         assert!(arena.release(8 << 20, 4096).is_err());
-        // It can be used again, and only what is used has memory.
+        // The range can be used again, and only used pages have memory.
         prefault_in_background(Arc::clone(&arena)).unwrap().join();
         assert_eq!(arena.populated(), 0);
         arena.write(0, &[9; 4096]).unwrap();

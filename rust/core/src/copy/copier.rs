@@ -18,7 +18,7 @@ use crate::arena::{Arena, OutOfBounds};
 
 use super::{Routine, nontemporal};
 
-/// How much a thread copies before it looks for something more urgent, in bytes.
+/// How much a thread copies before it looks for a more urgent job, in bytes.
 const SLICE: u64 = 4 << 20;
 
 /// One run of bytes to copy.
@@ -220,8 +220,8 @@ impl Copier {
         Ok(copier)
     }
 
-    /// Queues jobs, all at once, to begin in their order. Their numbers must differ from each other and from those that
-    /// are queued. Nothing is queued if a piece of any of them lies outside the arena.
+    /// Queues jobs, all at once, to begin in their order. Their numbers must differ from each other and from the
+    /// numbers of queued jobs. Nothing is queued if a piece of any job lies outside the arena.
     ///
     /// # Safety
     ///
@@ -255,7 +255,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Checks the pieces, joins pieces that are adjacent in source and target, and splits long ones.
+    /// Checks the pieces, joins pieces that are adjacent in source and target, and splits long pieces.
     fn prepare(&self, pieces: impl IntoIterator<Item = Piece>) -> Result<Vec<Piece>, OutOfBounds> {
         let mut joined: Vec<Piece> = Vec::new();
         for piece in pieces {
@@ -273,7 +273,7 @@ impl Copier {
         std::mem::take(&mut self.shared.state().ended)
     }
 
-    /// Waits until everything submitted has been copied.
+    /// Waits until all submitted jobs have been copied.
     pub fn drain(&self) {
         let mut state = self.shared.state();
         while !state.idle() {
@@ -291,7 +291,7 @@ impl Drop for Copier {
         self.shared.state().closing = true;
         self.shared.work.notify_all();
         for thread in self.threads.drain(..) {
-            // A thread that panicked has already said so on stderr.
+            // The panic of a thread has already been reported on stderr.
             let _ = thread.join();
         }
     }

@@ -1,8 +1,8 @@
-//! A memory copy that goes around the caches.
+//! A memory copy that bypasses the caches.
 //!
-//! A job is far larger than any cache, and its bytes are not read again soon. Storing it past
-//! the caches saves reading each line before it is overwritten, and leaves the cache lines of the
-//! model's computation in place.
+//! A job is far larger than any cache, and its bytes are not read again soon. With stores past the
+//! caches, no line is read before it is overwritten, and the cache lines of the model's computation
+//! stay in place.
 
 #![expect(unsafe_code, reason = "copies between raw addresses")]
 

@@ -1,18 +1,18 @@
-//! Which routine copies: the one that a measurement on this processor shows to be the fastest.
+//! The choice of the routine that copies: the fastest by a measurement on this processor.
 //!
-//! Stores past the caches save reading each line before it is overwritten, which is worth a fifth on some
-//! processors. On others one core stores past its caches more slowly than libc's memcpy copies, and how far
-//! ahead the source is best asked for differs, too.
+//! With stores past the caches, no line is read before it is overwritten, which is worth a fifth on some
+//! processors. On other processors, one core stores past its caches more slowly than libc's memcpy copies. The best
+//! distance of prefetches differs, too.
 
 use std::sync::OnceLock;
 use std::time::Instant;
 
 use super::nontemporal::copy_slice;
 
-/// Bytes copied to measure a routine: with its copy more than a core's share of the caches.
+/// Bytes copied to measure a routine: source and copy together exceed a core's share of the caches.
 const MEASURED: usize = 32 << 20;
 
-/// In pieces of this many bytes, as pages of a KV cache are.
+/// Bytes of each piece of the measured copy, like a page of a KV cache.
 const PIECE: usize = 256 << 10;
 
 /// Measurements of each routine; the routines take turns.
@@ -30,15 +30,15 @@ pub enum Routine {
 }
 
 impl Routine {
-    /// All routines. Between two equally fast ones, the earlier one is chosen: it leaves the caches
-    /// alone.
+    /// All routines. Of two equally fast routines, the earlier is chosen, which bypasses the
+    /// caches.
     #[cfg(target_arch = "x86_64")]
     pub const ALL: [Self; 3] = [Self::StreamNear, Self::StreamFar, Self::Memcpy];
     /// All routines: other processors have no stores past the caches here.
     #[cfg(not(target_arch = "x86_64"))]
     pub const ALL: [Self; 1] = [Self::Memcpy];
 
-    /// Its name, for benchmarks and logs.
+    /// The routine's name, for benchmarks and logs.
     pub fn name(self) -> &'static str {
         match self {
             Self::StreamNear => "streaming, 1 KiB ahead",
@@ -78,7 +78,7 @@ fn choose(measured: &[(Routine, [f64; ROUNDS])]) -> Routine {
 }
 
 fn measure() -> Measured {
-    // Not zeros: the system maps all pages of zeros to a single page.
+    // The bytes are not zeros, since the system maps all pages of zeros to a single page.
     let from = vec![1_u8; MEASURED];
     let mut to = vec![2_u8; MEASURED];
     let mut measured = Routine::ALL.map(|routine| (routine, [0.0; ROUNDS]));

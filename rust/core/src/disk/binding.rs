@@ -1,9 +1,9 @@
-//! Which payload the bytes of a slot are, in a store whose payloads are encrypted.
+//! The binding between the bytes of a slot and their payload, in a store whose payloads are encrypted.
 
 use crate::cipher::Binding;
 use crate::key::{BlockHash, NamespaceDigest};
 
-/// Begins the associated data of payloads on disk, so that no object elsewhere has the same.
+/// Begins the associated data of payloads on disk, so that no object elsewhere has the same associated data.
 const PLACE: &[u8; 4] = b"disk";
 /// Bytes of the associated data.
 const BYTES: usize = 74;
@@ -25,13 +25,13 @@ pub struct StoredPayload<'a> {
     pub group: u8,
     /// The payload's bytes.
     pub payload_bytes: u32,
-    /// The number of the write, which the record has, too. An earlier write of the payload to this slot may have had
-    /// other bytes, and come back when the device loses power.
+    /// The number of the write, which is also in the record. An earlier write of the payload to this slot may have had
+    /// other bytes, which may reappear when the device loses power.
     pub write_id: u64,
 }
 
 impl StoredPayload<'_> {
-    /// The binding of its bytes.
+    /// The binding of the payload's bytes.
     pub fn binding(&self) -> Binding {
         let mut associated = Vec::with_capacity(BYTES);
         associated.extend_from_slice(PLACE);
@@ -41,7 +41,7 @@ impl StoredPayload<'_> {
         associated.extend_from_slice(&self.payload_bytes.to_le_bytes());
         associated.extend_from_slice(&self.write_id.to_le_bytes());
         associated.push(self.group);
-        // At most 32 bytes.
+        // A hash has at most 32 bytes.
         associated.push(self.hash.as_bytes().len() as u8);
         associated.extend_from_slice(self.hash.padded());
         Binding {

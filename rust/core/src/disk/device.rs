@@ -11,18 +11,18 @@ use super::open::CAPACITY_MIN;
 use super::records::Records;
 use super::table::Table;
 
-/// Memory that the index takes for each block of a full store, in bytes, at most: a node, its place in the hash table,
-/// and a slot. Chains of few blocks, branches and several KV cache groups add to it.
+/// The most memory that the index takes for each block of a full store, in bytes: a node, its place in the hash table,
+/// and a slot. Chains of few blocks, branches and several KV cache groups take more.
 pub const INDEX_BYTES_PER_BLOCK: u64 = 112;
 
 /// Placeholder records that even the smallest directory may have.
 const PLACEHOLDERS_MIN: u64 = CAPACITY_MIN / SLOT_ALIGN / PLACEHOLDERS_SHARE;
 
-/// Longest time that a block of the table waits for others to be written with, in nanoseconds: the record of a slot may
-/// be that old.
+/// Longest time that a changed block of the table waits for other blocks, in nanoseconds: the record of a slot may be
+/// this old.
 const TABLE_DELAY_NS: u64 = 1_000_000_000;
 
-/// Blocks of the table that each pause writes only for the ticks of touches: 64 KiB/s.
+/// Blocks of the table that are written only for the ticks of touches, once in each pause: 64 KiB/s.
 const TOUCHED_BLOCKS_MAX: usize = 16;
 const TOUCHED_PAUSE_NS: u64 = 1_000_000_000;
 
@@ -59,7 +59,7 @@ impl DeviceImage {
 
 /// One directory.
 ///
-/// A slot's record has the number of the slot's cell: the records of a page follow each other.
+/// The record of a slot has the number of the slot's cell: the records of a page follow each other.
 #[derive(Debug)]
 pub(crate) struct Disk {
     slots: Slots,
@@ -124,18 +124,18 @@ impl Disk {
         self.slots.class_for(self.sealed_bytes(payload_bytes))
     }
 
-    /// Bytes of a payload on disk, with its seal if it has one.
+    /// Bytes of a payload on disk, with its seal in an encrypted store.
     pub(crate) fn sealed_bytes(&self, payload_bytes: u64) -> u64 {
         payload_bytes + self.encrypted_store.map_or(0, |_| SEAL_BYTES as u64)
     }
 
-    /// Takes a slot and its record.
+    /// Allocates a slot and its record.
     pub(crate) fn alloc(&mut self, class: Class, owner: Owner) -> Option<u64> {
         self.slots.alloc(class, owner)
     }
 
-    /// Frees a slot. Its record on disk is overwritten when its block is next written; until then the
-    /// record describes bytes that fail their checksum as soon as the slot is used again.
+    /// Frees a slot. The record on disk is overwritten with the next write of its block. Until then the
+    /// record describes bytes that do not match its checksum as soon as the slot is used again.
     pub(crate) fn free(&mut self, class: Class, offset: u64) {
         let page = self.slots.page_of(offset);
         let records = self.slots.cells_of_page(page);
@@ -150,7 +150,8 @@ impl Disk {
         self.slots.reserve_cells(records);
     }
 
-    /// Takes a slot without rivals that, by its record on disk, is in use. Returns the number of its record from now on.
+    /// Claims a slot that, by its record on disk, is in use, and that has no rivals. Returns the number of its record
+    /// from now on.
     pub(crate) fn claim(&mut self, place: Place, record: u32, owner: Owner) -> u32 {
         let now = self.slots.claim(place, record, owner);
         if now != record {
@@ -160,7 +161,7 @@ impl Disk {
         now
     }
 
-    /// Revokes a claim: a later record claims the bytes, or the payload.
+    /// Revokes a claim: a later record claims the bytes or the payload.
     pub(crate) fn unclaim(&mut self, class: Class, offset: u64) {
         self.slots.unclaim(class, offset);
     }
@@ -170,8 +171,8 @@ impl Disk {
         self.slots.finish_claims();
     }
 
-    /// Takes the record of a placeholder, as a store on disk says. False if the node has one, or there are too
-    /// many.
+    /// Claims the record of a placeholder on disk. False if the node has a record, or if there are too many
+    /// placeholders.
     pub(crate) fn claim_placeholder(&mut self, node: u32, record: u32) -> bool {
         if !self.may_add_placeholder(node) {
             return false;
@@ -186,8 +187,8 @@ impl Disk {
         true
     }
 
-    /// Gives a node a record of its own, so that a restart finds the nodes below it. False if the node
-    /// has one, or there are too many.
+    /// Gives a node a placeholder record, so that a restart finds the nodes below it. False if the node
+    /// has such a record, or if there are too many.
     pub(crate) fn add_placeholder(&mut self, node: u32) -> bool {
         let may_add = self.may_add_placeholder(node);
         if may_add {
@@ -228,12 +229,12 @@ impl Disk {
         self.records.mark_touched(record);
     }
 
-    /// Whether records of payloads that were used are to be written some time.
+    /// Whether records of used payloads wait to be written.
     pub(crate) fn has_touched(&self) -> bool {
         self.records.has_touched()
     }
 
-    /// Has some records of payloads that were used written, at a bounded rate.
+    /// Marks some records of used payloads to be written now, at a bounded rate.
     pub(crate) fn write_some_touched(&mut self, now_ns: u64) {
         if now_ns >= self.next_touched_ns && self.records.has_touched() {
             self.next_touched_ns = now_ns + TOUCHED_PAUSE_NS;
@@ -241,12 +242,12 @@ impl Disk {
         }
     }
 
-    /// Has all records of used payloads written: the engine ends.
+    /// Marks all records of used payloads to be written now, at the end of the engine.
     pub(crate) fn write_all_touched(&mut self) {
         self.records.write_touched(usize::MAX);
     }
 
-    /// Whether a block of the table has waited long enough for others.
+    /// Whether a block of the table has waited long enough for other blocks.
     pub(crate) fn is_table_late(&mut self, now_ns: u64) -> bool {
         if self.records.dirty_blocks() == 0 {
             self.dirty_since_ns = None;
@@ -278,7 +279,7 @@ impl Disk {
         records.map(|record| self.slots.owner_of_cell(record))
     }
 
-    /// How many records are in use for payloads, and whether each placeholder has its own.
+    /// Number of records in use for payloads, and whether each placeholder has its own record.
     #[cfg(feature = "check")]
     pub(crate) fn records_in_use(&self) -> (usize, bool) {
         let group = PLACEHOLDER;

@@ -1,4 +1,4 @@
-//! The files of a directory, and how they are opened: by this user alone, even where other users have put files there.
+//! The files of a directory, and how they are opened: files that another user may reach are refused.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read};
@@ -28,7 +28,7 @@ const ASIDE: &str = "format-";
 /// The state of a directory before anything is changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// It can be made a store.
+    /// The directory can become a store.
     Empty,
     /// A store of this format version.
     Store(Superblock),
@@ -36,7 +36,7 @@ pub(super) enum Found {
     OtherVersion(u32),
 }
 
-/// Makes a directory, with those above it.
+/// Makes a directory, and the missing directories above it.
 pub(super) fn make(path: &Path) -> Result<(), StoreError> {
     DirBuilder::new()
         .recursive(true)
@@ -65,7 +65,7 @@ pub(super) fn check_owner(path: &Path) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Tells whether a directory is empty or holds a store. Refuses a directory that holds other files.
+/// Whether a directory is empty or holds a store. Refuses a directory that holds other files.
 pub(super) fn find(path: &Path) -> Result<Found, StoreError> {
     let mut names = Vec::new();
     for entry in fs::read_dir(path).map_err(failed(path, "list it"))? {
@@ -84,8 +84,8 @@ pub(super) fn find(path: &Path) -> Result<Found, StoreError> {
         };
     }
     let ours = [SUPER_NEW, TABLE, TABLE_NEW, DATA, LOCK];
-    // `lost+found` is the filesystem's own, at the root of a disk; clients keep `weights.json`
-    // here.
+    // `lost+found` belongs to the filesystem, at the root of a disk; clients keep `weights.json`
+    // in the directory.
     let others = ["lost+found", "weights.json"];
     let is_known = |name: &String| {
         ours.iter().chain(&others).any(|known| name == known) || name.starts_with(ASIDE)
@@ -149,7 +149,7 @@ pub(super) fn open_to_write(
     let opened = rustix::fs::open(path.join(name), flags, mode);
     let file = opened.map_err(|errno| refused(path, name, errno.into()))?;
     check_own_file(&file).map_err(|error| refused(path, name, error))?;
-    // The umask does not count.
+    // Sets the mode whatever the umask is.
     rustix::fs::fchmod(&file, mode).map_err(|errno| refused(path, name, errno.into()))?;
     Ok(file)
 }
@@ -212,7 +212,7 @@ pub(super) fn lock_owner(path: &Path) -> Result<(), StoreError> {
         }
         opened => opened?,
     };
-    // Held for no longer than this call: an engine that starts meanwhile tries again.
+    // The lock is held only during this call: an engine that starts meanwhile tries again.
     match rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockShared) {
         Ok(()) => Ok(()),
         Err(_) => Err(in_use(path, &mut lock)),
@@ -221,7 +221,7 @@ pub(super) fn lock_owner(path: &Path) -> Result<(), StoreError> {
 
 fn in_use(path: &Path, lock: &mut File) -> StoreError {
     let mut owner = String::new();
-    // If the read fails, the message still tells the user how to go on.
+    // If the read fails, the message still tells the user how to continue.
     let _ = lock.read_to_string(&mut owner);
     let mut lines = owner.lines();
     StoreError::InUse {
@@ -243,7 +243,7 @@ pub(super) fn write_owner(lock: &File, socket: Option<&Path>) -> io::Result<()> 
     lock.write_all_at(&owner, 0)
 }
 
-/// Makes a new store. The superblock comes last, under its name at once: a crash leaves either a
+/// Makes a new store. The superblock is written last, and gets its name at once: a crash leaves either a
 /// whole store or none.
 pub(super) fn create(path: &Path, superblock: &Superblock) -> Result<(), StoreError> {
     let table = File::from(open_to_write(path, TABLE, true)?);
@@ -263,7 +263,7 @@ pub(super) fn create(path: &Path, superblock: &Superblock) -> Result<(), StoreEr
     sync_directory(path)
 }
 
-/// Replaces the superblock of a store, which gets pages of another size.
+/// Replaces the superblock of a store that gets pages of another size.
 pub(super) fn replace_superblock(path: &Path, superblock: &Superblock) -> Result<(), StoreError> {
     let file = File::from(open_to_write(path, SUPER, false)?);
     file.write_all_at(&superblock.encode(), 0)
@@ -271,7 +271,7 @@ pub(super) fn replace_superblock(path: &Path, superblock: &Superblock) -> Result
     file.sync_all().map_err(failed(path, "sync the superblock"))
 }
 
-/// Deletes the files of a store. The superblock goes first: after a crash, no store is there.
+/// Deletes the files of a store, first the superblock: after a crash, the directory holds no store.
 pub(super) fn discard(path: &Path) -> Result<(), StoreError> {
     for name in [TABLE, SUPER, DATA] {
         match fs::remove_file(path.join(name)) {
@@ -291,8 +291,8 @@ pub(super) fn aside(path: &Path, version: u32) -> PathBuf {
     path.join(format!("{ASIDE}{version}"))
 }
 
-/// Moves the files of a store into a directory of its own in `path`, in place of one that was set aside earlier. The
-/// superblock goes last: after a crash, the next start moves the remaining files.
+/// Moves the files of a store into a directory of its own in `path`, in place of a store that was set aside earlier.
+/// The superblock is moved last: after a crash, the next start moves the remaining files.
 pub(super) fn set_aside(path: &Path, version: u32) -> Result<(), StoreError> {
     let aside = aside(path, version);
     make(&aside)?;

@@ -12,7 +12,7 @@ use crate::error::StoreError;
 use crate::slots::SLOT_ALIGN;
 
 /// Packs the records of payloads that still fit, if the table is longer than a data file of this
-/// size can need: after the capacity was lowered. A crash leaves the old table or the new one.
+/// size can need, because the capacity was lowered. A crash leaves the old table or the new table.
 pub(super) fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> {
     let slots = data_bytes / SLOT_ALIGN;
     let most = (slots + slots / PLACEHOLDERS_SHARE) * RECORD_BYTES as u64;
@@ -22,7 +22,7 @@ pub(super) fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> 
         return Ok(());
     }
     let old = fs::read(path.join(TABLE)).map_err(action(path, "read the table"))?;
-    // The later one of two records of the same slot counts.
+    // Of two records of the same slot, the later record counts.
     let mut kept: BTreeMap<u32, (u64, &[u8])> = BTreeMap::new();
     let mut placeholders: Vec<&[u8]> = Vec::new();
     for bytes in old.chunks_exact(RECORD_BYTES) {
@@ -50,7 +50,7 @@ pub(super) fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> 
         .collect();
     new.resize(new.len().next_multiple_of(BLOCK_BYTES), 0);
     let at = path.join(TABLE_NEW);
-    // A file that a crash left behind could be longer.
+    // A crash may have left a longer file behind.
     let _ = fs::remove_file(&at);
     let file = File::from(open_to_write(path, TABLE_NEW, true)?);
     file.write_all_at(&new, 0)

@@ -4,7 +4,7 @@
 //! `table` file: records of [`RECORD_BYTES`], [`RECORDS_PER_BLOCK`] to a 4 KiB block.
 //! `data` file: payload slots.
 //!
-//! Nothing depends on the order in which writes reach the medium: a record is believed only if its
+//! Nothing depends on the order in which writes reach the medium: a record is valid only if its
 //! own checksum is right, and a payload only if it matches the checksum in its record.
 
 use crate::checksum::checksum;
@@ -16,8 +16,8 @@ use crate::slots::SLOT_ALIGN;
 
 /// Version of the format described here.
 pub const FORMAT_VERSION: u32 = 1;
-/// The same with payloads that are encrypted, each with a [seal](crate::cipher) behind it. Records have no checksums of
-/// them.
+/// Version of the format with encrypted payloads, each with a [seal](crate::cipher) behind it. Records have no
+/// checksums of encrypted payloads.
 pub const ENCRYPTED_VERSION: u32 = 2;
 /// Size of a record.
 pub const RECORD_BYTES: usize = 128;
@@ -27,8 +27,8 @@ pub const RECORDS_PER_BLOCK: usize = 32;
 pub const BLOCK_BYTES: usize = RECORD_BYTES * RECORDS_PER_BLOCK;
 /// Size of one entry of the namespace table.
 pub const NAMESPACE_BYTES: usize = 32 << 10;
-/// Bytes of a namespace's entry that its description may take; the last block says when the
-/// namespace was used.
+/// Bytes of a namespace's entry that its description may take; the last block has the last use of the
+/// namespace.
 pub const ENTRY_BYTES: usize = NAMESPACE_BYTES - BLOCK_BYTES;
 /// Entries of the namespace table.
 pub const NAMESPACES_MAX: usize = 128;
@@ -56,9 +56,9 @@ pub struct Superblock {
 /// Why a superblock is not valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SuperblockError {
-    /// Too short, or the magic is another.
+    /// The file is too short, or has another magic.
     NotOurs,
-    /// Another format version.
+    /// The format has another version.
     Version(u32),
     /// The checksum does not match.
     Checksum,
@@ -67,7 +67,7 @@ pub enum SuperblockError {
 }
 
 impl Superblock {
-    /// One 4 KiB block.
+    /// The superblock as one block of 4 KiB.
     pub fn encode(&self) -> Box<[u8]> {
         let mut block = vec![0; BLOCK_BYTES];
         block[..8].copy_from_slice(&SUPER_MAGIC);
@@ -80,7 +80,7 @@ impl Superblock {
         block.into()
     }
 
-    /// The version of the format of an encrypted, or a plain, store.
+    /// The format version of an encrypted or a plain store.
     pub fn version(encrypted: bool) -> u32 {
         if encrypted {
             ENCRYPTED_VERSION
@@ -91,7 +91,8 @@ impl Superblock {
 
     /// Reads the first block of a `super` file.
     ///
-    /// Says why it is not valid.
+    /// # Errors
+    /// If the block is no valid superblock.
     pub fn decode(block: &[u8]) -> Result<Self, SuperblockError> {
         if block.len() < 40 || block[..8] != SUPER_MAGIC {
             return Err(SuperblockError::NotOurs);
@@ -130,7 +131,7 @@ pub fn namespace_offset(index: usize) -> u64 {
 }
 
 impl NamespaceEntry {
-    /// The entry, a multiple of 4 KiB long; `None` if the description is too long for it.
+    /// The bytes of the entry, a multiple of 4 KiB; `None` if the description is too long for an entry.
     pub fn encode(&self) -> Option<Box<[u8]>> {
         let json = serde_json::to_vec(&self.spec).ok()?;
         let length = NAMESPACE_HEAD + json.len();
@@ -147,7 +148,7 @@ impl NamespaceEntry {
         Some(entry.into())
     }
 
-    /// Reads an entry; `None` if there is none, or a damaged one.
+    /// Reads an entry; `None` if it is empty or damaged.
     pub fn decode(entry: &[u8]) -> Option<Self> {
         if entry.len() < NAMESPACE_HEAD || entry[..4] != NAMESPACE_MAGIC {
             return None;
@@ -180,7 +181,7 @@ pub struct NamespaceUse {
 const USE_BODY: usize = 24;
 
 impl NamespaceUse {
-    /// One block of 4 KiB.
+    /// The use as one block of 4 KiB.
     pub fn encode(&self) -> Box<[u8]> {
         let mut block = vec![0; BLOCK_BYTES];
         block[..4].copy_from_slice(&USE_MAGIC);
@@ -192,7 +193,7 @@ impl NamespaceUse {
         block.into()
     }
 
-    /// Reads the use of the entry of `instance` from the entry's place; `None` if there is none of it.
+    /// Reads the use of `instance` from the place of its entry; `None` if there is no use of this instance.
     pub fn decode(place: &[u8], instance: u64) -> Option<Self> {
         let block = place.get(ENTRY_BYTES..ENTRY_BYTES + USE_BODY + 8)?;
         if block[..4] != USE_MAGIC || checksum(&block[..USE_BODY]) != u64_at(block, USE_BODY) {
@@ -212,9 +213,9 @@ pub fn use_offset(index: usize) -> u64 {
     namespace_offset(index) + ENTRY_BYTES as u64
 }
 
-/// In place of a group: a placeholder record, of a node without required payloads that has children.
+/// The group of a placeholder record, which describes a node that has children but no required payload.
 pub const PLACEHOLDER: u8 = u8::MAX;
-/// There is at most one placeholder record for so many slots of the least size.
+/// There is at most one placeholder record for this many slots of the least size.
 pub const PLACEHOLDERS_SHARE: u64 = 16;
 
 /// One payload on disk, or a placeholder: a node between payloads.
@@ -224,7 +225,7 @@ pub struct Record {
     pub group: u8,
     /// Hits since first sight (policy).
     pub hit_class: u8,
-    /// Order of writing: of two records that claim the same bytes, the later one is right.
+    /// Sequence number of the write: of two records that claim the same bytes, the later record is right.
     pub seq: u64,
     /// The namespace's instance.
     pub instance: u64,
@@ -243,7 +244,7 @@ pub struct Record {
     pub written_s: u32,
     /// Block hash of the node.
     pub hash: BlockHash,
-    /// Block hash of its parent; `None` for the first of a chain.
+    /// Block hash of the node's parent; `None` for the first node of a chain.
     pub parent: Option<BlockHash>,
 }
 

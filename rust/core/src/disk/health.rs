@@ -1,4 +1,4 @@
-//! Whether a directory is used, by how its operations end.
+//! The health of a directory, by the results of its operations.
 
 use crate::io::IoFault;
 
@@ -16,18 +16,18 @@ const FAILED_DOUBLINGS_MAX: u32 = 6;
 /// Whether a directory is usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
-    /// Reads and writes.
+    /// The directory reads and writes.
     Good,
-    /// Reads only, until the given time in nanoseconds; then writes are tried again.
+    /// The directory only reads until the given time in nanoseconds; then writes are tried again.
     NoWrites {
         /// When to try again.
         until_ns: u64,
     },
-    /// Neither reads nor writes: operations in flight do not end. The directory is used again as
-    /// before when one of them ends.
+    /// The directory neither reads nor writes: operations in flight do not end. The directory is used
+    /// again when one of them ends.
     Stalled,
-    /// Neither reads nor writes, and empty: too many reads failed. The directory is used again from the given time in
-    /// nanoseconds, if a write succeeds then.
+    /// The directory neither reads nor writes, and is empty: too many reads failed. The directory is used again from
+    /// the given time in nanoseconds, if a write succeeds then.
     Failed {
         /// When to try again.
         until_ns: u64,
@@ -40,12 +40,12 @@ pub enum Health {
 /// never [`Health::Stalled`].
 #[derive(Debug)]
 pub(crate) struct HealthMonitor {
-    /// The health, by the ends of operations.
+    /// The health by the results of operations.
     health: Health,
     fault: Option<IoFault>,
     write_failures: u32,
     read_failures: u32,
-    /// How often the directory was given up since a read succeeded last.
+    /// How often the directory was given up since the last read that succeeded.
     given_up: u32,
     stalled_reads: bool,
     stalled_writes: bool,
@@ -64,7 +64,7 @@ impl HealthMonitor {
         }
     }
 
-    /// The health of a directory that could not be opened: until it is, no operation is tried.
+    /// The health of a directory that could not be opened: no operation is tried until the directory is opened.
     pub(super) fn absent() -> Self {
         Self {
             health: Health::Failed { until_ns: u64::MAX },
@@ -88,13 +88,13 @@ impl HealthMonitor {
         before != (reads, writes)
     }
 
-    /// An operation has ended: only reads or writes that still hang stay stalled. Returns whether
-    /// that changed the state.
+    /// An operation has ended; `reads` and `writes` say which kinds still hang. The other kind is no longer stalled.
+    /// Returns whether that changed the state.
     pub(crate) fn answered(&mut self, reads: bool, writes: bool) -> bool {
         self.set_stalled(self.stalled_reads && reads, self.stalled_writes && writes)
     }
 
-    /// Whether reads end. A device that holds writes up may go on reading.
+    /// Whether reads end. A device whose writes stall may still read.
     pub(crate) fn answers_reads(&self) -> bool {
         !self.stalled_reads
     }
@@ -165,7 +165,7 @@ impl HealthMonitor {
         self.given_up = 0;
     }
 
-    /// Counts a read that the device failed; true if the directory is now given up.
+    /// Counts a read that failed at the device. Returns whether the directory is now given up.
     pub(crate) fn read_failed(&mut self, fault: IoFault, now_ns: u64) -> bool {
         self.read_failures += 1;
         if self.read_failures < READ_FAILURES_MAX || !self.is_alive() {

@@ -19,7 +19,7 @@ use super::open::Contents;
 /// A namespace with counts and times from its records.
 #[derive(Clone, Debug)]
 pub struct NamespaceSummary {
-    /// The instance in its records.
+    /// The instance in the namespace's records.
     pub instance: u64,
     /// Description and groups.
     pub spec: NamespaceSpec,
@@ -27,11 +27,11 @@ pub struct NamespaceSummary {
     pub blocks: u64,
     /// Bytes of the payloads.
     pub bytes: u64,
-    /// When the first of them was written, in seconds since 1970; 0 if there is none.
+    /// When the first payload was written, in seconds since 1970; 0 if there is none.
     pub oldest_s: u32,
-    /// When the last of them was written.
+    /// When the last payload was written.
     pub newest_s: u32,
-    /// When a session of it was opened or closed last, or a payload was written; 0 if that is not known.
+    /// When a session of the namespace was opened or closed last, or a payload was written; 0 if unknown.
     pub used_s: u32,
 }
 
@@ -40,14 +40,14 @@ pub struct NamespaceSummary {
 pub struct Summary {
     /// The namespaces, by entry of the namespace table.
     pub namespaces: Vec<NamespaceSummary>,
-    /// Records that may be believed and whose bytes no later record claims, by slot.
+    /// Valid records whose bytes no later record claims, by slot.
     pub records: Vec<Record>,
     /// Records that are torn or damaged.
     pub damaged: u64,
 }
 
 impl Summary {
-    /// Reads the tables. An engine that opens the directory may drop some of these records: those
+    /// Reads the tables. An engine that opens the directory may drop some of these records: the records
     /// of blocks with a missing ancestor.
     pub fn of(contents: &Contents) -> Self {
         let mut spaces: BTreeMap<u64, NamespaceSummary> = BTreeMap::new();
@@ -145,10 +145,10 @@ pub fn is_same_payload(one: &Record, other: &Record) -> bool {
 }
 
 /// Whether a record's payload has the record's checksum. In an encrypted store: whether the seal behind the payload
-/// belongs to it, which needs no key.
+/// belongs to the payload, which needs no key to check.
 ///
 /// # Errors
-/// If the file cannot be read. A file that ends too early is no error: its last payloads are wrong.
+/// If the file cannot be read. A file that ends too early is no error: its last payloads are not intact.
 pub fn is_intact(record: &Record, contents: &Contents) -> io::Result<bool> {
     let encrypted = contents.superblock.encrypted;
     let seal_bytes = if encrypted { SEAL_BYTES } else { 0 };

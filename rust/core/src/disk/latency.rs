@@ -48,7 +48,7 @@ impl Latency {
         })
     }
 
-    /// Their times together, in nanoseconds.
+    /// Sum of the operations' times, in nanoseconds.
     pub fn total_ns(&self) -> u64 {
         self.total_ns
     }

@@ -26,10 +26,10 @@ pub use super::space::{CAPACITY_MAX, CAPACITY_MIN, Capacity};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnOtherVersion {
-    /// It is deleted: a cache can be filled again.
+    /// The store is deleted: a cache can be filled again.
     #[default]
     Discard,
-    /// It is moved into a directory of its own, where it still takes space.
+    /// The store is moved into a directory of its own, where it still takes space.
     SetAside,
     /// The directory is not used.
     Refuse,
@@ -38,11 +38,11 @@ pub enum OnOtherVersion {
 /// The options of opening a directory.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreOptions {
-    /// The most that its files may hold together.
+    /// The most bytes that the directory's files may hold together.
     pub capacity: Capacity,
     /// The treatment of a store of another format version.
     pub on_other_version: OnOtherVersion,
-    /// Whether payloads are encrypted: a store of the other kind is one of another version.
+    /// Whether payloads are encrypted: a store of the other kind counts as a store of another version.
     pub encrypted: bool,
 }
 
@@ -57,7 +57,7 @@ impl From<u64> for StoreOptions {
 }
 
 impl StoreOptions {
-    /// The state of a directory, for these options.
+    /// The state of a directory under these options.
     fn find(self, path: &Path) -> Result<Found, StoreError> {
         Ok(match files::find(path)? {
             Found::Store(superblock) if superblock.encrypted != self.encrypted => {
@@ -68,7 +68,7 @@ impl StoreOptions {
     }
 }
 
-/// Why a store of a version is not used.
+/// Why a store of this version is not used.
 fn strangeness(version: u32, options: StoreOptions) -> String {
     if version == Superblock::version(!options.encrypted) {
         let how = if options.encrypted {
@@ -101,27 +101,27 @@ pub struct Directory {
     pub files: DeviceFiles,
     /// The image, for `Engine::attach_disks`.
     pub image: DeviceImage,
-    /// Notes for the operator about the way that it was opened.
+    /// Notes for the operator about how the directory was opened.
     pub notes: Vec<String>,
     lock: File,
 }
 
 impl Directory {
-    /// Empties the store, for an engine that runs already and knows none of its blocks.
+    /// Empties the store, for an engine that already runs and knows none of its blocks.
     ///
     /// # Errors
-    /// If that fails.
+    /// If the store cannot be emptied.
     pub fn empty(mut self) -> Result<Self, StoreError> {
         let superblock = read_superblock(&self.path)?;
         files::create(&self.path, &superblock)?;
-        // The file is another one than before.
+        // The superblock's file is a new file.
         self.files.superblock = open_for_io(&self.path, SUPER, false)?.0;
         self.image.super_bytes = superblock.encode().into();
         self.image.table = Table::Bytes(Vec::new());
         Ok(self)
     }
 
-    /// Splits off the lock that keeps the directory to this process.
+    /// Splits off the lock that keeps other processes from using the directory.
     pub fn into_parts(self) -> (DeviceFiles, DeviceImage, DirectoryLock) {
         let files = [
             (SUPER, self.files.superblock.try_clone()),
@@ -157,16 +157,16 @@ impl DirectoryLock {
         &self.path
     }
 
-    /// Writes the socket, at which the owner serves others, into the lock file.
+    /// Writes the socket at which the owner serves clients into the lock file.
     ///
     /// # Errors
-    /// If the file cannot be written: others then do not find the socket.
+    /// If the file cannot be written: clients then do not find the socket.
     pub fn publish(&self, socket: &Path) -> std::io::Result<()> {
         files::write_owner(&self.lock, Some(socket))
     }
 
     /// Returns a message if a file was deleted or replaced since it was opened: bytes written from now on are lost when
-    /// the engine ends. Asks for the open files, in memory, and never for their names on disk.
+    /// the engine ends. Examines the open files, in memory, and never looks up their names on disk.
     pub fn missing_file(&self) -> Option<String> {
         let gone = |(_, file): &&(&str, OwnedFd)| {
             rustix::fs::fstat(file).is_ok_and(|found| found.st_nlink == 0)
@@ -187,7 +187,7 @@ pub struct Contents {
     pub table_bytes: Vec<u8>,
     /// The data file.
     pub data: File,
-    /// Its size.
+    /// Size of the data file.
     pub data_bytes: u64,
 }
 
@@ -208,10 +208,10 @@ pub(super) fn failed<'a>(
     }
 }
 
-/// Opens a directory for an engine, making it if it is missing or empty. `store_id` names a new store.
+/// Opens a directory for an engine. Makes a store if the directory is missing or empty; `store_id` names it.
 ///
 /// # Errors
-/// If it is in use, foreign, damaged, of another version, of another user, or there is no space.
+/// If the directory is in use, foreign, damaged, of another version or of another user, or if there is no space.
 /// Nothing is changed then.
 pub fn open(
     path: &Path,
@@ -225,7 +225,7 @@ pub fn open(
     fs::set_permissions(path, fs::Permissions::from_mode(0o700))
         .map_err(failed(path, "make it private"))?;
     let lock = files::take_lock(path)?;
-    // Again: another process may have made it, used it and left.
+    // The second look, under the lock: another process may have made a store, used it and ended.
     let found = options.find(path)?;
     let (sizing, mut notes) = plan(path, found, options)?;
     if let Found::OtherVersion(version) = found {
@@ -238,7 +238,7 @@ pub fn open(
     let data_bytes = match size_data(path, sizing.data_bytes, superblock.page_bytes) {
         Ok(data_bytes) => data_bytes,
         Err(error) => {
-            // Frees the space of the new files: an engine may try the directory again for as long as it is full.
+            // Frees the space of the new files: an engine may try again as long as the filesystem is full.
             if !matches!(found, Found::Store(_)) {
                 let _ = files::discard(path);
             }
@@ -362,7 +362,7 @@ fn plan(
     Ok((sizing, notes))
 }
 
-/// The superblock of the store, which is made if it is new, and gets other pages if the capacity asks for them.
+/// The superblock of the store. A new store is made; a store whose capacity needs other pages gets them.
 fn superblock(
     path: &Path,
     found: Found,
@@ -439,8 +439,8 @@ pub fn read_descriptions(path: &Path) -> Result<Vec<String>, StoreError> {
     Ok(entries.map(|entry| entry.spec.description).collect())
 }
 
-/// Removes a namespace from a store that is not in use: its entry is cleared, so that its records
-/// lead nowhere. `digest` is hexadecimal, in full or a prefix. Returns how many were removed.
+/// Removes a namespace from a store that is not in use: its entry is cleared, so that no restart uses its
+/// records. `digest` is hexadecimal, in full or a prefix. Returns how many namespaces were removed.
 ///
 /// # Errors
 /// As [`open`]; the store must not be in use.
@@ -469,8 +469,8 @@ pub fn drop_namespace(path: &Path, digest: &str) -> Result<usize, StoreError> {
     Ok(dropped)
 }
 
-/// Gives the data file its size, with its blocks, so that writing never fills the filesystem. A store that exists
-/// keeps its size if it cannot grow. Returns the size.
+/// Sets the size of the data file and allocates its blocks, so that writing never fills the filesystem. An existing
+/// store that cannot grow keeps its size. Returns the size.
 fn size_data(path: &Path, data_bytes: u64, page_bytes: u64) -> Result<u64, StoreError> {
     let file = File::from(open_to_write(path, DATA, false)?);
     let found = file

@@ -1,8 +1,9 @@
-//! The file in which the blocks of a namespace go from one host to another.
+//! The file in which an operator moves the blocks of a namespace from one host to another.
 //!
-//! A header block, the namespace's entry as in a directory's table of namespaces, then the blocks, parents before their
-//! children: each the record of a directory's table, with its checksum, and after it the payload that the record
-//! describes. The end has the number of blocks and bytes, so that a file that was cut is known as such.
+//! A file has a header block, the namespace's entry as in a directory's table of namespaces, then the blocks, parents
+//! before their children. Each block is a record as in a directory's table, with its checksum, then the payload that
+//! the record describes. The end has the number of blocks and bytes, so that a reader recognizes a file that was cut
+//! off.
 
 use std::io::{self, Read, Write};
 
@@ -25,10 +26,10 @@ pub enum PortableError {
     /// The operating system refuses.
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// It is no such file.
+    /// The file has another format.
     #[error("it is not a file that undercroft export has written")]
     NotOurs,
-    /// Its format has another version.
+    /// The format has another version.
     #[error("its format has version {0}; this undercroft reads version {PORTABLE_VERSION}")]
     Version(u32),
     /// Bytes were changed, or the end is missing.
@@ -46,11 +47,11 @@ pub enum PortableError {
 pub struct Totals {
     /// Payloads.
     pub blocks: u64,
-    /// Their bytes.
+    /// Bytes of the payloads.
     pub bytes: u64,
 }
 
-/// Writes such a file.
+/// Writes a portable file.
 #[derive(Debug)]
 pub struct PortableWriter<W> {
     out: W,
@@ -61,7 +62,7 @@ impl<W: Write> PortableWriter<W> {
     /// Begins a file.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// If the file cannot be written.
     pub fn begin(mut out: W, entry: &NamespaceEntry) -> io::Result<Self> {
         let mut header = vec![0; BLOCK_BYTES];
         header[..8].copy_from_slice(&MAGIC);
@@ -75,10 +76,10 @@ impl<W: Write> PortableWriter<W> {
         Ok(Self { out, totals })
     }
 
-    /// Adds a block; of a placeholder, the payload is empty.
+    /// Adds a block; the payload of a placeholder is empty.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// If the block cannot be written.
     pub fn add(&mut self, record: &Record, payload: &[u8]) -> io::Result<()> {
         let mut bytes = [0; RECORD_BYTES];
         record.encode(&mut bytes);
@@ -94,7 +95,7 @@ impl<W: Write> PortableWriter<W> {
     /// Ends the file.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// If the end cannot be written.
     pub fn finish(mut self) -> io::Result<(W, Totals)> {
         let mut end = [0; RECORD_BYTES];
         end[..8].copy_from_slice(&END_MAGIC);
@@ -108,7 +109,7 @@ impl<W: Write> PortableWriter<W> {
     }
 }
 
-/// Reads such a file from its beginning to its end, and verifies every byte.
+/// Reads a portable file from its beginning to its end, and verifies every byte.
 #[derive(Debug)]
 pub struct PortableReader<R> {
     from: R,
@@ -121,7 +122,7 @@ impl<R: Read> PortableReader<R> {
     /// Reads the header.
     ///
     /// # Errors
-    /// If it is no such file, or damaged.
+    /// If the file has another format, or is damaged.
     pub fn open(mut from: R) -> Result<Self, PortableError> {
         let mut header = vec![0; BLOCK_BYTES];
         fill(&mut from, &mut header, 0)?;
@@ -163,7 +164,7 @@ impl<R: Read> PortableReader<R> {
     /// The next block; `None` at the end.
     ///
     /// # Errors
-    /// If it is damaged, or the end is missing.
+    /// If the block is damaged, or the end is missing.
     pub fn next_block(&mut self) -> Result<Option<(Record, Vec<u8>)>, PortableError> {
         let at = self.at;
         let damaged = |reason| PortableError::Damaged { at, reason };
@@ -285,7 +286,7 @@ mod tests {
         for at in (header..whole.len()).chain([0, 8, BLOCK_BYTES, BLOCK_BYTES + 30]) {
             let mut changed = whole.clone();
             changed[at] ^= 4;
-            // The end has bytes that mean nothing.
+            // Some bytes of the end have no meaning.
             let is_padding = at >= whole.len() - RECORD_BYTES + END_BODY + 8;
             assert!(is_padding || read(&changed).is_err(), "byte {at}");
         }
@@ -295,7 +296,7 @@ mod tests {
         let mut longer = whole.clone();
         longer.push(0);
         assert!(read(&longer).is_err());
-        // A block less, and an end that is sound by itself.
+        // One block is missing, and the end alone is sound.
         let mut shorter = whole.clone();
         shorter.drain(header + 2 * (RECORD_BYTES + 300)..header + 3 * (RECORD_BYTES + 300));
         assert!(matches!(read(&shorter), Err(PortableError::Damaged { .. })));

@@ -1,4 +1,4 @@
-//! Which records of the table are not of slots, and which blocks of the table are to be written.
+//! Which records of the table belong to no slot, and which blocks of the table are to be written.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -8,8 +8,7 @@ use crate::work;
 use super::format::RECORDS_PER_BLOCK;
 use super::touched::TouchedBlocks;
 
-/// The records of one directory, beside the cells of [`Slots`](crate::slots::Slots): the number of a record is that of
-/// a cell there.
+/// The records of one directory, beside the cells of [`Slots`](crate::slots::Slots): a record has the number of a cell.
 ///
 /// Invariants: a placeholder's record belongs to its node; a block of the table is in flight at most once.
 #[derive(Debug, Default)]
@@ -17,13 +16,13 @@ pub(super) struct Records {
     /// Records of nodes that may be without payloads.
     placeholders: HashMap<u32, u32>,
     dirty_blocks: BTreeSet<u32>,
-    /// Blocks whose records have changed in nothing but the tick of the last touch.
+    /// Blocks in whose records only the tick of the last touch has changed.
     touched: TouchedBlocks,
     blocks_in_flight: BTreeSet<u32>,
 }
 
 impl Records {
-    /// A page has lost its size class, so its records are free. Until the records are overwritten, they describe
+    /// Frees the records of a page that has lost its size class. Until the records are overwritten, they describe
     /// bytes that may belong to slots of another size.
     pub(super) fn release(&mut self, records: Range<u32>) {
         work::slots(records.len());
@@ -40,18 +39,18 @@ impl Records {
         self.placeholders.contains_key(&node)
     }
 
-    /// A node has a record of its own.
+    /// Adds a placeholder record of a node.
     pub(super) fn add_placeholder(&mut self, node: u32, record: u32) {
         let before = self.placeholders.insert(node, record);
         assert!(before.is_none(), "node {node} has two placeholder records");
     }
 
-    /// Removes a node's own record. Returns its number.
+    /// Removes a node's placeholder record. Returns the number of the record.
     pub(super) fn remove_placeholder(&mut self, node: u32) -> Option<u32> {
         self.placeholders.remove(&node)
     }
 
-    /// Nodes with a record of their own.
+    /// Nodes with placeholder records.
     #[cfg(feature = "check")]
     pub(super) fn nodes(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         self.placeholders
@@ -69,12 +68,12 @@ impl Records {
         self.touched.insert(record / RECORDS_PER_BLOCK as u32);
     }
 
-    /// Whether blocks are to be written some time.
+    /// Whether blocks with touched records wait to be written.
     pub(super) fn has_touched(&self) -> bool {
         !self.touched.is_empty()
     }
 
-    /// Has at most `most` blocks with touched records written.
+    /// Marks at most `most` blocks with touched records to be written now.
     pub(super) fn write_touched(&mut self, most: usize) {
         for _ in 0..most {
             let Some(block) = self.touched.take() else {
@@ -89,8 +88,8 @@ impl Records {
         self.dirty_blocks.len()
     }
 
-    /// Takes the next block of the table to write. A block is in flight once at a time, so that an
-    /// older image never lands on a newer one.
+    /// Takes the next block of the table to write. A block has one write in flight at a time, so that an
+    /// older image never overwrites a newer image.
     pub(super) fn take_dirty_block(&mut self) -> Option<u32> {
         let mut blocks = self.dirty_blocks.iter().copied();
         let block = blocks.find(|block| !self.blocks_in_flight.contains(block))?;

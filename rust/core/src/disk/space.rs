@@ -1,5 +1,5 @@
-//! How large a store is: by the configured capacity, the space of its filesystem, and the payloads that it holds
-//! already.
+//! The size of a store, by the configured capacity, the space of its filesystem, and the payloads that the store
+//! already holds.
 
 use std::fs;
 use std::io;
@@ -16,22 +16,22 @@ use super::files::{DATA, SUPER, TABLE};
 pub const CAPACITY_MIN: u64 = 16 << 20;
 
 /// Largest data file, in bytes: slots are counted in 32 bits, in units of [`SLOT_ALIGN`], and ext4's largest file is
-/// 4 KiB short of that. A larger capacity stays unused beyond it.
+/// 4 KiB smaller than that limit. A larger capacity is used only up to this size.
 pub const CAPACITY_MAX: u64 = (SLOT_ALIGN << 32) - PAGE_BYTES_MAX;
 
 /// One part in this many of a capacity is for records and namespaces: enough for a record of every
 /// slot of the least size, so that `disk_capacity` holds for all files together.
 const META_SHARE: u64 = 30;
 
-/// Pages that are this many times too large for the capacity are made smaller: a data file needs some of them.
+/// Pages that are this many times too large for the capacity are made smaller: a data file needs several pages.
 const PAGES_TOO_LARGE: u64 = 4;
 
 /// The most bytes that all files of a directory may hold together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Capacity {
-    /// So many bytes.
+    /// This many bytes.
     Bytes(u64),
-    /// A part of the space that is free or the store's own, split among `ways` directories of the filesystem.
+    /// A part of the space that is free or that the store takes, split among `ways` directories of the filesystem.
     Share {
         /// Above 0, at most 1.
         share: f64,
@@ -43,7 +43,7 @@ pub enum Capacity {
 /// The space of a filesystem, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Filesystem {
-    /// Its size.
+    /// Size of the filesystem.
     total: u64,
     /// The bytes that this process may use.
     free: u64,
@@ -72,7 +72,7 @@ pub(super) struct Held {
     /// Bytes that all files take of the filesystem.
     all: u64,
     page_bytes: u64,
-    /// No records: nothing depends on the size of its pages.
+    /// The store has no records: nothing depends on the size of its pages.
     is_empty: bool,
 }
 
@@ -126,14 +126,14 @@ pub(crate) fn capacity_for(data_bytes: u64) -> u64 {
         .unwrap_or(near + 2)
 }
 
-/// A capacity, rounded up, whose pages hold payloads of `payload_bytes`; `None` if no page is so large.
+/// A capacity, rounded up, whose pages hold payloads of `payload_bytes`; `None` if no page is large enough.
 pub(crate) fn capacity_for_payload(payload_bytes: u64) -> Option<u64> {
     let data_bytes = region_for(payload_bytes)?;
     Some(capacity_for(data_bytes).next_multiple_of(data_bytes / 16))
 }
 
-/// The size of a store at `path`. Payloads that the store holds are never refused; a store that is kept keeps its size
-/// under a share unless space is short.
+/// The size of a store at `path`. Payloads that the store holds are never refused. With a share, a store that is kept
+/// keeps its size unless space is short.
 ///
 /// # Errors
 /// If a new store has no room, or the capacity is impossible.
@@ -266,7 +266,7 @@ fn page_bytes(data_bytes: u64, held: Held) -> u64 {
     }
 }
 
-/// Whole pages.
+/// Rounds down to whole pages.
 fn cut(bytes: u64, page_bytes: u64) -> u64 {
     bytes / page_bytes.max(1) * page_bytes.max(1)
 }
@@ -334,10 +334,10 @@ mod tests {
         let new = sized(share(0.5), Held::default(), 40 * GIB).unwrap();
         assert!(new.data_bytes > 19 * GIB && new.data_bytes < 20 * GIB);
         let kept = held(20 * GIB);
-        // Another tenant took half of the free space.
+        // Another user of the filesystem took half of the free space.
         let found = sized(share(0.5), kept, 10 * GIB).unwrap();
         assert_eq!((found.data_bytes, found.note), (kept.data_len, None));
-        // Another tenant has taken the reserve: the store shrinks by the reserve, and no more.
+        // Another user has taken the reserve: the store shrinks by the reserve only.
         let found = sized(share(0.5), kept, GIB).unwrap();
         assert!(
             found.data_bytes < 17 * GIB && found.data_bytes > 15 * GIB,
@@ -348,10 +348,10 @@ mod tests {
             note.contains("shrinks from 19.") && note.contains(" to 16."),
             "{note}"
         );
-        // A larger share is a larger store.
+        // A larger share makes a larger store.
         let found = sized(share(0.9), kept, 20 * GIB).unwrap();
         assert!(found.data_bytes > 30 * GIB && found.note.is_none());
-        // Nothing is left at all: a small store is better than none.
+        // No space is left: a small store is better than none.
         let found = sized(share(0.5), held(GIB), 0).unwrap();
         assert!(found.data_bytes > 0);
     }
@@ -392,7 +392,7 @@ mod tests {
         assert_eq!(grown.page_bytes, PAGE_BYTES_MAX);
         let shrunk = sized(Capacity::Bytes(64 << 20), held(8 * GIB), 50 * GIB).unwrap();
         assert_eq!(shrunk.page_bytes, small.page_bytes);
-        // Little by little, pages stay as they are: their slots keep their places.
+        // With small changes of the capacity, pages keep their size, and slots their places.
         let mut kept = held(4 * GIB);
         kept.page_bytes = 64 << 20;
         let found = sized(Capacity::Bytes(3 * GIB), kept, 50 * GIB).unwrap();
@@ -408,7 +408,7 @@ mod tests {
             let capacity = capacity_for_payload(payload).unwrap().max(CAPACITY_MIN);
             let page_bytes = page_bytes_for(data_of(capacity));
             assert!(page_bytes >= payload, "{payload}");
-            // The message shows all of the number.
+            // The message shows the whole number.
             let shown = Bytes(capacity).to_string();
             let (number, unit) = shown.split_once(' ').unwrap();
             let unit = if unit == "GiB" { GIB } else { 1 << 20 };

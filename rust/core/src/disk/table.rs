@@ -9,9 +9,9 @@ use super::format::{BLOCK_BYTES, RECORD_BYTES, Record};
 
 /// Bytes that are read at a time.
 const PIECE: usize = 64 * BLOCK_BYTES;
-/// Pieces that are decoded before their turn.
+/// Pieces that are decoded ahead.
 const PIECES_AHEAD: usize = 2;
-/// Blocks that tell about how many records are in use.
+/// Blocks by which the number of records in use is estimated.
 const SAMPLE: u64 = 64;
 
 /// A `table` file.
@@ -30,10 +30,10 @@ impl From<Vec<u8>> for Table {
 }
 
 impl Table {
-    /// Its length in bytes.
+    /// Length of the table in bytes.
     ///
     /// # Errors
-    /// If the filesystem does not tell.
+    /// If the length of the file cannot be read.
     pub fn bytes(&self) -> io::Result<u64> {
         match self {
             Self::Bytes(bytes) => Ok(bytes.len() as u64),
@@ -50,18 +50,18 @@ impl Table {
         for sample in 0..looked_at {
             let at = sample * blocks / looked_at * BLOCK_BYTES as u64;
             let found = match self {
-                // Within the table.
+                // `at` lies within the table.
                 Self::Bytes(bytes) => bytes.get(at as usize..at as usize + BLOCK_BYTES),
                 Self::File(file) => file.read_exact_at(&mut block, at).ok().map(|()| &block[..]),
             };
             let records = found.unwrap_or_default().chunks_exact(RECORD_BYTES);
             used += records.filter(|record| record[0] != 0).count();
         }
-        // Fewer than 2^32 records.
+        // A table has fewer than 2^32 records.
         used * blocks as usize / looked_at.max(1) as usize
     }
 
-    /// Calls `each` with one piece after the other.
+    /// Calls `each` with the pieces, one after the other.
     pub(crate) fn read(&self, mut each: impl FnMut(&Piece)) {
         match self {
             Self::Bytes(bytes) => {
@@ -84,7 +84,7 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
-    /// Decodes whole records from number `first` on. The end of a table that was cut off may be a part of one.
+    /// Decodes whole records from number `first` on. A table that was cut off may end with a part of a record.
     fn decode(&mut self, bytes: &[u8], first: u32) {
         for (index, bytes) in (first..).zip(bytes.chunks_exact(RECORD_BYTES)) {
             match Record::decode(bytes) {
@@ -95,7 +95,7 @@ impl Piece {
     }
 }
 
-/// Reads and decodes in a thread of its own, beside `each`.
+/// Reads and decodes in another thread, while `each` runs.
 fn read_file(file: &File, mut each: impl FnMut(&Piece)) {
     std::thread::scope(|scope| {
         let (to_caller, pieces) = sync_channel::<Piece>(PIECES_AHEAD);
@@ -106,7 +106,7 @@ fn read_file(file: &File, mut each: impl FnMut(&Piece)) {
             decode_file(file, empty, |piece| to_caller.send(piece).is_ok());
         });
         if reader.is_err() {
-            // One after the other.
+            // Takes one piece after the other.
             let take = |piece| {
                 each(&piece);
                 true
@@ -118,18 +118,18 @@ fn read_file(file: &File, mut each: impl FnMut(&Piece)) {
             each(&piece);
             piece.records.clear();
             piece.damaged = 0;
-            // The reader may have ended.
+            // The send fails if the reader has ended.
             let _ = to_reader.send(piece);
         }
     });
 }
 
-/// Calls `take` with the pieces of a file, until it returns false; `empty` gives them.
+/// Calls `take` with the pieces of a file until `take` returns false. `empty` returns the pieces to fill.
 fn decode_file(file: &File, empty: impl Fn() -> Piece, mut take: impl FnMut(Piece) -> bool) {
     let len = file.metadata().map_or(0, |metadata| metadata.len());
     let mut bytes = vec![0; PIECE];
     for at in (0..len).step_by(PIECE) {
-        // At most a piece.
+        // At most the length of a piece.
         let wanted = (len - at).min(PIECE as u64) as usize;
         let mut piece = empty();
         match file.read_exact_at(&mut bytes[..wanted], at) {
@@ -138,7 +138,7 @@ fn decode_file(file: &File, empty: impl Fn() -> Piece, mut take: impl FnMut(Piec
                 let first = first.expect("a table has fewer than 2^32 records");
                 piece.decode(&bytes[..wanted], first);
             }
-            // Others may be readable.
+            // Other pieces may be readable.
             Err(_) => piece.damaged = (wanted / RECORD_BYTES) as u64,
         }
         if !take(piece) {

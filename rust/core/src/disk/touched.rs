@@ -1,13 +1,14 @@
-//! Blocks of the table whose records are out of date in the tick of the last touch alone.
+//! Blocks of the table in whose records only the tick of the last touch is out of date.
 
-/// A set of blocks, a bit for each. They are taken in the order of their numbers, round and round.
+/// A set of blocks, with a bit for each. Blocks are taken in the order of their numbers; after the last, the first
+/// follows.
 ///
 /// Invariant: `count` is the number of bits that are set.
 #[derive(Debug, Default)]
 pub(super) struct TouchedBlocks {
     words: Vec<u64>,
     count: usize,
-    /// Word that is looked at next.
+    /// The word to be looked at next.
     cursor: usize,
 }
 
@@ -33,7 +34,7 @@ impl TouchedBlocks {
         }
     }
 
-    /// Takes the next one.
+    /// Takes the next block.
     pub(super) fn take(&mut self) -> Option<u32> {
         if self.is_empty() {
             return None;

@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 
 use rustc_hash::FxHashMap;
 
-/// Two neighbouring samples become one if that costs less than this part of their age.
+/// Two neighbouring samples are merged if the error is less than this part of their age: one in so many.
 const PRECISION: u32 = 256;
 /// Old samples that each new sample examines and may remove.
 const THINNED: usize = 4;
 /// Samples at most; see [`PRECISION`] for the usual number.
 const SAMPLES_MAX: usize = 1 << 14;
-/// Seconds that a record's time is rounded to when a store is opened.
+/// When a store is opened, the times of records are rounded to this many seconds.
 const MINUTE: u32 = 60;
 
 /// All ticks up to `tick` had come by `at_s`, and no later tick had.
@@ -27,11 +27,11 @@ struct Sample {
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Ages {
     samples: VecDeque<Sample>,
-    /// When the time was told last.
+    /// The time of the last call of [`Ages::note`].
     seen_s: u32,
     /// The next sample that may be superfluous.
     cursor: usize,
-    /// The last tick of each minute that a store's records tell of.
+    /// The last tick of each minute, by the records of a store.
     learned: FxHashMap<u32, u64>,
 }
 
@@ -49,7 +49,7 @@ impl Ages {
             self.samples.push_back(Sample { tick, at_s });
         }
         let last = self.samples.len();
-        // A time without requests keeps its beginning and its end.
+        // A period without requests keeps a sample of its beginning and one of its end.
         if last >= 2 && self.samples[last - 1].tick == tick && self.samples[last - 2].tick == tick {
             self.samples[last - 1].at_s = now_s;
             return;
@@ -74,7 +74,7 @@ impl Ages {
         }
     }
 
-    /// A record tells that `tick` came at `at_s`.
+    /// Notes that `tick` came at `at_s`, by a record.
     pub(in crate::engine) fn learn(&mut self, tick: u64, at_s: u32) {
         let last = self.learned.entry(at_s / MINUTE).or_default();
         *last = tick.max(*last);
@@ -86,7 +86,7 @@ impl Ages {
         minutes.sort_unstable();
         let mut tick = 0;
         for (minute, last) in minutes {
-            // A clock that was set back does not turn the order of the ticks round.
+            // The ticks keep their order even if the clock was set back.
             self.push(tick, (minute * MINUTE).saturating_sub(1).min(now_s));
             tick = last.max(tick);
             self.push(tick, (minute * MINUTE + MINUTE - 1).min(now_s));
@@ -113,7 +113,7 @@ impl Ages {
         found.map(|of| of.tick)
     }
 
-    /// When a tick came, or soon after; `now_s` for one that came after the last sample.
+    /// When a tick came, or soon after; `now_s` for a tick after the last sample.
     pub(in crate::engine) fn time_of(&self, tick: u64, now_s: u32) -> u32 {
         let at = self.samples.partition_point(|of| of.tick < tick);
         self.samples.get(at).map_or(now_s, |of| of.at_s)
@@ -151,7 +151,7 @@ mod tests {
         ages.note(11, 9001);
         assert_eq!(ages.last_by(8000), Some(10));
         assert_eq!(ages.time_of(11, 9002), 9001);
-        // An engine at rest is told no time.
+        // An idle engine gets no times.
         ages.note(15, 20_000);
         assert_eq!(ages.time_of(15, 20_001), 9002);
         assert!(ages.samples.len() < 10, "{ages:?}");
@@ -161,7 +161,7 @@ mod tests {
     fn old_samples_are_thinned_and_stay_precise() {
         let mut ages = Ages::default();
         let now = 40_000_000;
-        // A year and more of ten requests a second, told every half a minute.
+        // Ten requests a second for more than a year, noted every half a minute.
         for at_s in (0..=now).step_by(30) {
             ages.note(u64::from(at_s) * 10, at_s);
         }

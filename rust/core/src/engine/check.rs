@@ -1,4 +1,4 @@
-//! The engine's invariants, checked in full: the simulator calls them after every few steps.
+//! The checks of all invariants of the engine, which the simulator runs after every few steps.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,7 +16,7 @@ impl Engine {
     /// Whether every invariant of the engine's state holds.
     ///
     /// # Errors
-    /// Names the first one that does not, and where.
+    /// Names the first invariant that does not hold, and where.
     pub fn check(&self) -> Result<(), String> {
         let writes_failed = self.counters.write_failures > 0;
         self.residency.check(&self.count_leases()?, writes_failed)?;
@@ -47,13 +47,13 @@ impl Engine {
         Ok(())
     }
 
-    /// The payloads in the tiers, as a session knows them that has taken all events ([`Engine::take_events`]).
+    /// The payloads in the tiers, as known to a session that has taken all events ([`Engine::take_events`]).
     pub fn announced(&self, session: SessionId) -> Vec<BlockEvent> {
         let state = self.sessions.get(session);
         state.map_or_else(Vec::new, |state| self.residency.announced(state.ns))
     }
 
-    /// The blocks that the remote store is known to have: the events of it that such a session has been told.
+    /// The blocks that the remote store is known to have, as known to a session that has taken all events.
     pub fn announced_remote(&self, session: SessionId) -> Vec<BlockEvent> {
         let state = self.sessions.get(session);
         let remote = self.remote.as_deref();
@@ -69,12 +69,12 @@ impl Engine {
         state.is_some_and(|state| state.remote.flight.is_some())
     }
 
-    /// Payloads that a restart would find: those whose whole chain is on disk.
+    /// Number of payloads that a restart would find: their whole chain is on disk.
     pub fn durable_blocks(&self) -> u64 {
         self.residency.durable_blocks()
     }
 
-    /// Leases of each node, and leases below it that need its payloads.
+    /// Leases of each node, and leases of nodes below that need the node's payloads.
     fn count_leases(&self) -> Result<LeaseCounts, String> {
         let mut counts = LeaseCounts::default();
         let mut hits = Vec::new();

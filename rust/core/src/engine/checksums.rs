@@ -32,7 +32,7 @@ pub(super) struct Checksums {
     /// Payloads that were saved, with the epochs of their nodes.
     saved: VecDeque<(NodeId, u32, u8)>,
     in_flight: FxHashSet<(NodeId, u8)>,
-    /// Checksums that were started, and not handed out yet.
+    /// Checksums that were started, and not passed to the driver yet.
     started: Vec<ChecksumRequest>,
 }
 
@@ -48,7 +48,7 @@ impl Checksums {
         self.in_flight.len() < CHECKSUMS_MAX
     }
 
-    /// Whether any checksum is to be started, or handed out.
+    /// Whether any checksum is to be started, or passed to the driver.
     pub(super) fn has_work(&self) -> bool {
         !self.saved.is_empty() || !self.started.is_empty()
     }
@@ -57,7 +57,7 @@ impl Checksums {
         self.in_flight.contains(&(node, group))
     }
 
-    /// Starts to compute the checksum of a payload in the arena, unless that is under way.
+    /// Starts to compute the checksum of a payload in the arena, unless the checksum is being computed.
     pub(super) fn start(
         &mut self,
         node: NodeId,
@@ -91,7 +91,7 @@ impl Checksums {
                 continue;
             }
             let payload = residency.node(node).payload(group);
-            // The end of a write brings the checksum.
+            // A write computes the checksum, too.
             let is_wanted =
                 payload.host == HostState::Present && payload.disk != DiskState::Writing;
             if is_wanted && residency.host_checksum(node, group).is_none() {
@@ -115,8 +115,8 @@ impl Checksums {
     }
 }
 
-/// A payload in the arena differs from the saved one: takes its node and all its descendants out of
-/// the index. Workers may still copy the payload.
+/// Removes the node of a payload that changed in the arena, and all its descendants, from the index. Workers may still
+/// copy the payload.
 pub(super) fn drop_changed(node: NodeId, residency: &mut Residency, counters: &mut Counters) {
     if !residency.node(node).is_detached() {
         counters.host_checksum_failures += 1;
@@ -125,19 +125,19 @@ pub(super) fn drop_changed(node: NodeId, residency: &mut Residency, counters: &m
 }
 
 impl Engine {
-    /// Moves the checksums to compute now to `out`. Each of them ends with [`Engine::complete`].
+    /// Moves the checksums to compute now to `out`. The caller reports the end of each by [`Engine::complete`].
     pub fn next_checksums(&mut self, out: &mut Vec<ChecksumRequest>) {
         self.checksums
             .start_saved(&mut self.residency, &mut self.operations);
         out.append(&mut self.checksums.started);
     }
 
-    /// Whether the checksum of a payload that is saved now is ever compared.
+    /// Whether the engine compares checksums of saved payloads at all.
     pub(super) fn needs_checksums(&self) -> bool {
         self.config.verify_host || !self.residency.disks().is_empty() || self.remote.is_some()
     }
 
-    /// The checksum of a payload in the arena was computed.
+    /// Takes the checksum that was computed of a payload in the arena.
     pub(super) fn checksum_ended(&mut self, node: NodeId, group: u8, result: Result<u64, IoFault>) {
         self.checksums.end(node, group);
         let is_same = result.is_ok_and(|found| self.residency.is_unchanged(node, group, found));

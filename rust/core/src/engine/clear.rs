@@ -27,7 +27,7 @@ const DIGITS_MIN: usize = 8;
 pub enum ClearWhat {
     /// All blocks of all namespaces.
     All,
-    /// Those of the namespaces whose digest begins so: eight hexadecimal digits or more.
+    /// The blocks of the namespaces whose digest begins with these hexadecimal digits, eight or more.
     Namespace(String),
     /// Blocks that no request has used for this many seconds.
     OlderThan(u32),
@@ -39,7 +39,7 @@ pub enum ClearWhat {
 pub struct ClearOrder {
     /// Which blocks.
     pub what: ClearWhat,
-    /// Their bytes on disk are erased, too.
+    /// The blocks' bytes on disk are erased, too.
     pub erase: bool,
 }
 
@@ -71,7 +71,7 @@ pub struct Cleared {
 /// Why an order is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ClearRefusal {
-    /// Another one is under way.
+    /// Another order is under way.
     #[error("another clear is under way; ask again when it has ended")]
     Busy,
     /// No namespace has such a digest.
@@ -99,7 +99,7 @@ pub(super) struct Clearing {
 }
 
 impl Engine {
-    /// Begins to clear; [`Engine::cleared`] tells the progress.
+    /// Begins to clear; [`Engine::cleared`] returns the progress.
     ///
     /// # Errors
     /// If another order is under way, or names no namespace.
@@ -138,7 +138,7 @@ impl Engine {
         Ok(self.cleared())
     }
 
-    /// The namespaces that an order names.
+    /// The namespaces that an order selects.
     fn namespaces_of(&self, what: &ClearWhat) -> Result<Vec<NsId>, ClearRefusal> {
         let digits = match what {
             ClearWhat::OlderThan(_) => return Ok(Vec::new()),
@@ -158,7 +158,7 @@ impl Engine {
         Ok(found)
     }
 
-    /// Ends the life of a namespace, durably; its sessions begin another one.
+    /// Ends the life of a namespace durably; its sessions begin another life.
     fn end_life(&mut self, ns: NsId, leaving: Leaving) {
         if self.sessions.uses(ns) {
             let is_unused = |ns| !self.sessions.uses(ns);
@@ -177,7 +177,7 @@ impl Engine {
         self.clearing.gone.push(ns);
     }
 
-    /// The last tick that had passed `seconds` ago. Blocks with a later last use are too young to be cleared.
+    /// The last tick that was over `seconds` ago. Blocks used after it are too young to be cleared.
     fn tick_before(&self, seconds: u32) -> Option<u64> {
         let at_s = self.unix_s().checked_sub(seconds)?;
         self.residency.ages.last_by(at_s)
@@ -244,7 +244,7 @@ impl Engine {
         self.is_pass_due() && !self.residency.erasures.is_full()
     }
 
-    /// Whether a pass begins some time.
+    /// Whether a pass is under way, or will begin.
     pub(super) fn waits_for_pass(&self) -> bool {
         self.clearing.sweep.is_some()
     }

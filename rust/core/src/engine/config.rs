@@ -18,12 +18,12 @@ pub struct EngineConfig {
     pub pin_bytes: u64,
     /// A hit that gains fewer tokens than this is not worth a load; `None` leaves that to the planner.
     pub min_load_tokens: Option<u32>,
-    /// A promotion that sees no read end for this long, by the last look, is answered with the
-    /// present part.
+    /// If no read ends for this long, by the last poll, on the device that a promotion waits for, the lookup is
+    /// answered with the part in the arena.
     pub stall_ns: u64,
     /// How long a request that the scheduler has asked for may wait for its promotion.
     pub promotion_wait: PromotionWait,
-    /// The part of the time of computing that a planned wait may take although nothing comes.
+    /// The part of the computing time that a planned wait may take although nothing arrives.
     pub load_margin: f64,
     /// Bytes a second that may be written to disk; 0 is unlimited.
     pub write_rate: u64,
@@ -31,15 +31,15 @@ pub struct EngineConfig {
     pub disk_ttl_s: u64,
     /// Write only blocks that have been hit before (endurance mode).
     pub second_touch: bool,
-    /// Writes that may be in flight while a read is.
+    /// Writes that may be in flight while a read is in flight.
     pub writes_beside_reads: usize,
-    /// Nodes that one entry of the engine removes at most when many are removed together: those of a reset namespace,
+    /// Most nodes that one entry of the engine removes when many are removed together: the nodes of a reset namespace,
     /// or of a directory that is given up.
     pub removals: usize,
     /// Most nodes that one entry notifies of the arrival of a payload above them; the others wait for later entries.
     pub tells: usize,
-    /// Nodes that one entry looks at, in search of the end of a hit; and half as many, in each region, in search of
-    /// pages for another size class. At least 2.
+    /// Nodes that one entry looks at in a search for the end of a hit, at least 2. In a search for pages for another
+    /// size class, an entry looks at half as many in each region.
     pub visits: u32,
     /// Compare the checksums of a hit's payloads in the arena before each hit. Payloads that are
     /// written to disk are always compared.

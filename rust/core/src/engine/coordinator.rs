@@ -32,7 +32,7 @@ use super::writeback::WriteBack;
 pub struct Engine {
     pub(super) config: EngineConfig,
     pub(super) now_ns: u64,
-    /// When the device was polled last: operations that had ended by then are known.
+    /// When the device was polled last: the engine knows all operations that had ended by then.
     pub(super) last_poll_ns: u64,
     pub(super) residency: Residency,
     pub(super) promotions: Promotions,
@@ -52,7 +52,7 @@ pub struct Engine {
     pub(super) clearing: Clearing,
     /// No save and no promotion begins.
     pub(super) draining: bool,
-    /// The health of a directory has changed since [`Engine::take_progress`].
+    /// The health of a directory has changed since the last call of [`Engine::take_progress`].
     pub(super) health_changed: bool,
 }
 
@@ -100,7 +100,7 @@ impl Engine {
         }
     }
 
-    /// Tells the time, in nanoseconds since the engine's start; never goes back.
+    /// Sets the time, in nanoseconds since the engine's start. A time before the last one is ignored.
     pub fn set_now(&mut self, now_ns: u64) {
         self.now_ns = self.now_ns.max(now_ns);
         self.residency.departures.set_now(self.now_ns);
@@ -108,16 +108,16 @@ impl Engine {
         self.residency.ages.note(tick, self.unix_s());
     }
 
-    /// Tells how many IO operations each device can have in flight ([`IoEngine::depth`]). Reads and writes each take a
-    /// part of them only.
+    /// Sets how many IO operations each device can have in flight ([`IoEngine::depth`]). Reads take only a part of this
+    /// depth, and so do writes.
     ///
     /// [`IoEngine::depth`]: crate::io::IoEngine::depth
     pub fn set_io_depth(&mut self, depth: usize) {
         self.operations.set_depth(depth);
     }
 
-    /// Whether a promotion has ended, or a directory's health has changed, since this was called last: waiting requests
-    /// should be asked again.
+    /// Whether a promotion has ended, or a directory's health has changed, since the last call. If so, the caller
+    /// should look waiting requests up again.
     pub fn take_progress(&mut self) -> bool {
         let ended = self.promotions.take_ended();
         let ended = self.remote.as_mut().is_some_and(|of| of.take_ended()) || ended;
@@ -169,7 +169,7 @@ impl Engine {
 
     /// Ends a session: its lookups, leases, loads and saves.
     ///
-    /// The caller must be sure that no worker of the session copies any more: its slots are reused.
+    /// No worker of the session may copy any more: the slots of the session's transfers are reused.
     pub fn close_session(&mut self, session: SessionId) {
         self.end_lookups(session);
         let transfers = self.sessions.transfers();
@@ -201,8 +201,8 @@ impl Engine {
         self.sessions.forget_removed(session);
     }
 
-    /// Frees the leases and memory of a request, and forgets its state. Its session forgets the
-    /// name.
+    /// Frees the leases and memory of a request, and forgets its state. The session keeps the request's name until the
+    /// caller removes the name, or calls `forget_removed`.
     pub(super) fn drop_request(&mut self, id: RequestId) {
         self.release_hit(id);
         self.sessions.requests.remove(id);
@@ -225,9 +225,9 @@ impl Engine {
         Some(self.namespaces.digest(ns).to_hex())
     }
 
-    /// The shared namespaces, and whether each directory keeps it, so that a restart finds its saved blocks. A
-    /// directory does not keep a namespace while sessions use all entries of its table, or while a reset is not
-    /// durable.
+    /// Each shared namespace, and whether all directories keep the namespace, so that a restart finds its saved blocks.
+    /// A directory does not keep a namespace while sessions use all entries of the directory's table, or while a reset
+    /// is not durable.
     pub fn shared_namespaces(&self) -> impl Iterator<Item = (&NamespaceDigest, bool)> {
         self.namespaces.shared_namespaces(&self.residency)
     }

@@ -29,7 +29,7 @@ pub(super) struct Departures {
 }
 
 impl Departures {
-    /// A memory of about `blocks` blocks; none for 0.
+    /// A memory of about `blocks` blocks. For 0, nothing is remembered.
     pub(super) fn new(blocks: usize) -> Self {
         let lines = match blocks.div_ceil(PLACES) {
             0 => 0,
@@ -45,7 +45,7 @@ impl Departures {
         self.now_s = now_ns / 1_000_000_000;
     }
 
-    /// Bytes that it takes once it is full.
+    /// Bytes that the memory takes once it is full.
     pub(super) fn bytes(&self) -> u64 {
         size_of_val(&*self.lines) as u64
     }
@@ -63,7 +63,7 @@ impl Departures {
         };
         let entry = tag << 32 | (self.now_s & SECOND_MASK) << 2 | way;
         let line = &mut self.lines[line];
-        // The same block, else a place that is free, else the oldest.
+        // The entry of the same block, else a free place, else the oldest entry.
         let now_s = self.now_s & SECOND_MASK;
         let age = |&entry: &u64| match entry {
             0 => u64::MAX,
@@ -98,7 +98,7 @@ impl Departures {
     /// Line and tag of a block; `None` if nothing is remembered.
     fn place(&self, ns: NsId, hash: &BlockHash) -> Option<(usize, u64)> {
         let last = self.lines.len().checked_sub(1)?;
-        // Block hashes are uniform, and the same in each namespace.
+        // Block hashes are uniform, but the same hash may occur in several namespaces.
         let mixed = hash.fingerprint() ^ u64::from(ns).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mixed = (mixed ^ mixed >> 32).wrapping_mul(0xd6e8_feb8_6659_fd93);
         Some((mixed as usize & last, mixed >> 32))

@@ -12,20 +12,21 @@ use crate::explain::Reason;
 pub struct Drained {
     /// No save begins, and no read from disk or from the remote store.
     pub draining: bool,
-    /// Saves that began before, and have not ended.
+    /// Saves that began before the drain and have not ended.
     pub saves: u64,
     /// Bytes of the payloads that wait to be written.
     pub queued_bytes: u64,
-    /// Reads and writes that the devices have.
+    /// Reads and writes in flight on the devices.
     pub operations: u64,
     /// Objects that wait to be written to the remote store, or are being written.
     pub remote_writes: u64,
-    /// Nothing is left to be written, to disk or to the remote store, and nothing more comes from there.
+    /// Nothing is left to be written to disk or to the remote store, and nothing is being fetched from the remote
+    /// store.
     pub clean: bool,
 }
 
 impl Engine {
-    /// Begins or, with `cancel`, ends to drain. Idempotent.
+    /// Begins to drain; with `cancel`, stops draining. Idempotent.
     pub fn drain(&mut self, cancel: bool) -> Drained {
         self.draining = !cancel;
         if self.draining {
@@ -34,7 +35,7 @@ impl Engine {
         self.drained()
     }
 
-    /// Why nothing is read from disk, if nothing else forbids it.
+    /// Why nothing is read from disk: `unread`, or the drain if `unread` names no reason.
     pub(super) fn unless_draining(&self, unread: Reason) -> Reason {
         match unread {
             Reason::Complete if self.draining => Reason::Draining,

@@ -1,4 +1,4 @@
-//! The macro that checks of invariants are written with.
+//! The macro for checks of invariants.
 
 /// `Err` with the message unless the condition holds.
 macro_rules! ensure {

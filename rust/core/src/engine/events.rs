@@ -1,8 +1,9 @@
 //! Events: which payloads have come to a tier or left it, for the routers that follow a session's vLLM.
 //!
-//! A session that asks for events has a feed. The feed tells first the payloads that are there, a few nodes at a time
-//! (its replay), then each change. A change at a node that the replay has not come to is not told: the replay tells the
-//! node as it is then. So each change is told once, and without a session that asks nothing is noted at all.
+//! A session that asks for events has a feed. The feed first reports the payloads in the tiers, a few nodes at a time
+//! (its replay), then each change. A change at a node that the replay has not reached is not reported: the replay
+//! reports the state of the node when it comes there. So each change is reported once. Without a session that asks,
+//! nothing is noted.
 
 use std::collections::VecDeque;
 
@@ -20,7 +21,7 @@ pub(super) const EVENTS_MAX: usize = 512;
 
 /// The events for one session.
 ///
-/// Invariant: but for the events in the ring, the client knows exactly the payloads of the told nodes, by tier.
+/// Invariant: except for the events in the ring, the client knows exactly the payloads of the told nodes, by tier.
 #[derive(Debug)]
 pub(super) struct Feed {
     session: SessionId,
@@ -29,7 +30,7 @@ pub(super) struct Feed {
     /// Events were dropped, or the session has another namespace: all payloads are told anew.
     is_stale: bool,
     pub(super) replay: Replay,
-    /// The number of the first block in the remote store that was not told; `u64::MAX` if all were.
+    /// The number of the first block in the remote store that was not told; `u64::MAX` if all were told.
     remote_next: u64,
 }
 
@@ -39,14 +40,14 @@ struct FeedOf {
     ns: NsId,
     /// The life of the namespace: its index may meanwhile belong to another namespace.
     instance: u64,
-    /// Of the namespace in the remote store; `None` if it is private. A new life of the namespace keeps it.
+    /// The namespace's digest in the remote store; `None` if it is private. A new life keeps the digest.
     digest: Option<NamespaceDigest>,
 }
 
 /// How far a replay has come, in the order of the nodes' ids; a node's ancestors are told before it.
 #[derive(Debug, Default)]
 pub(super) struct Replay {
-    /// The first node that was not looked at; `NONE` if all were.
+    /// The first node that was not looked at; `NONE` if all were looked at.
     pub(super) next: NodeId,
     /// Nodes from `next` on that have been told before their turn.
     pub(super) ahead: HashSet<NodeId>,
@@ -89,7 +90,7 @@ impl Feed {
         }
     }
 
-    /// Whether all payloads that were there have been told.
+    /// Whether the replay has told all payloads of the tiers and the remote store.
     fn is_told(&self) -> bool {
         self.replay.is_done() && self.remote_next == u64::MAX
     }
@@ -115,7 +116,7 @@ impl Feeds {
         self.feeds.is_empty()
     }
 
-    /// Notes a change of a node, for those that have been told of the node.
+    /// Notes a change of a node, for the feeds that have told the node.
     pub(super) fn note(&mut self, ns: NsId, id: NodeId, event: BlockEvent) {
         for feed in &mut self.feeds {
             if feed.of.ns != ns || feed.is_stale || !feed.replay.has_told(id) {
@@ -125,7 +126,7 @@ impl Feeds {
         }
     }
 
-    /// Notes a change of a block in the remote store, for those that have been told of its number.
+    /// Notes a change of a block in the remote store, for the feeds that have told its number.
     pub(super) fn note_remote(&mut self, digest: &NamespaceDigest, number: u64, event: BlockEvent) {
         for feed in &mut self.feeds {
             let is_of = feed.of.digest.as_ref() == Some(digest);
@@ -140,7 +141,7 @@ impl Feeds {
     }
 
     /// The feed of a session whose namespace is `of`, and the next events of its ring. A session without a feed gets
-    /// one. `restart` begins it anew, for a client that has forgotten the events.
+    /// one. `restart` begins the feed anew, for a client that has forgotten the events.
     fn take(&mut self, session: SessionId, of: FeedOf, restart: bool) -> (usize, BlockEvents) {
         let known = self.feeds.iter().position(|feed| feed.session == session);
         let index = known.unwrap_or_else(|| {
@@ -165,9 +166,8 @@ impl Feeds {
 }
 
 impl Engine {
-    /// The payloads that have come to the tiers of a session's namespace or left them since the last call, as far as
-    /// one entry tells them. The first call begins with the payloads that are there, and so does a call that asks for a
-    /// `restart`.
+    /// Some of the payloads that have come to the tiers of a session's namespace, or left them, since the last call.
+    /// The first call begins with the payloads in the tiers, and so does a call that asks for a `restart`.
     pub fn take_events(&mut self, session: SessionId, restart: bool) -> BlockEvents {
         let Some(of) = self.feed_of(session) else {
             return BlockEvents::default();
@@ -175,7 +175,7 @@ impl Engine {
         let ns = of.ns;
         let (index, mut taken) = self.residency.feeds.take(session, of, restart);
         let feed = &mut self.residency.feeds.feeds[index];
-        // A node told by the replay may have the hash of one whose removal is in the ring.
+        // A node of the replay may have the hash of a node whose removal is still in the ring.
         if !feed.ring.is_empty() {
             return taken;
         }
@@ -193,7 +193,7 @@ impl Engine {
         taken
     }
 
-    /// Whether a session has events that [`Engine::take_events`] would tell.
+    /// Whether [`Engine::take_events`] would return events for a session.
     pub fn has_events(&self, session: SessionId) -> bool {
         let mut feeds = self.residency.feeds.feeds.iter();
         let feed = feeds.find(|feed| feed.session == session);

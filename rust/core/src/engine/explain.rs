@@ -13,11 +13,11 @@ use super::sessions::SessionId;
 /// Bytes of a request's id that are kept.
 const NAME_BYTES: usize = 72;
 
-/// Lookups that one entry looks at, and that it tells at most.
+/// Most lookups that one entry looks at, and most lookups that it returns.
 const LOOKED_AT: u64 = 1024;
 const TOLD: usize = 128;
 
-/// Namespaces whose indexes are asked for a block that a prompt's own lacks.
+/// Most other namespaces that an entry searches for a block that the prompt's own namespace lacks.
 const OTHERS: usize = 8;
 
 /// A lookup that was answered.
@@ -36,9 +36,9 @@ struct Record {
     from_disk: u32,
     from_remote: u32,
     rest: Rest,
-    /// The hash of the first block that was not found; 0 without one.
+    /// The hash of the first block that was not found; 0 if all were found.
     missing: u64,
-    /// A namespace that has that block; [`NsId::MAX`] is none.
+    /// Another namespace that has this block; [`NsId::MAX`] if none was found.
     other: NsId,
 }
 
@@ -47,12 +47,12 @@ struct Record {
 pub(super) struct LastLookups {
     ring: Vec<Record>,
     records: usize,
-    /// Lookups that were noted since the start: the position of the next one.
+    /// Number of lookups noted since the start, which is the position of the next lookup.
     next: u64,
 }
 
 impl LastLookups {
-    /// Makes room for so many lookups, at least one.
+    /// Keeps the last `records` lookups, at least one.
     pub(super) fn new(records: usize) -> Self {
         let records = records.max(1);
         Self {
@@ -71,8 +71,8 @@ impl LastLookups {
         (position % self.records as u64) as usize
     }
 
-    /// The position and the place of a record that is to be written: the known one if it is still kept, else that of the
-    /// oldest.
+    /// The position and the place of the record to write: the record at `known` if the ring still has it, else the
+    /// oldest record.
     fn place(&mut self, known: Option<u64>) -> (u64, &mut Record) {
         let position = known.filter(|&known| self.at(known).is_some());
         let position = position.unwrap_or_else(|| {
@@ -90,7 +90,7 @@ impl LastLookups {
 /// The explanation of a request's last answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Answered {
-    /// Why its hit ends where it does, as far as the lookup itself knows.
+    /// Why the hit ends where it does, as far as the lookup itself knows.
     pub(super) reason: Reason,
     /// The first missing block is in the index, and no lookup may use it yet.
     pub(super) is_incomplete: bool,
@@ -106,7 +106,7 @@ struct Noted {
     hit: Tokens,
     found: Tokens,
     computed: Tokens,
-    /// Slots that had been freed, and nodes.
+    /// Number of slots freed until the answer, and number of nodes then.
     freed: u64,
     nodes: usize,
 }
@@ -117,7 +117,7 @@ struct Question {
     ns: NsId,
     /// Tokens of a hash block.
     size: u32,
-    /// Tokens of whole hash blocks.
+    /// Tokens of the prompt's whole hash blocks.
     asked: u32,
     /// The first block that is not in the index, or not visible.
     missing: Option<BlockHash>,
@@ -138,9 +138,10 @@ impl Question {
 }
 
 impl Engine {
-    /// A lookup was answered: its first answer is counted, and each that differs from the one before is noted.
+    /// Notes the answer to a lookup: counts a request's first answer, and records each answer that differs from the
+    /// previous answer.
     ///
-    /// Every lookup comes here, so nothing is allocated or turned into text: the record is written in its place.
+    /// Every lookup calls this, so nothing is allocated or formatted: the record is overwritten in place.
     pub(super) fn note_answer(
         &mut self,
         id: RequestId,
@@ -195,8 +196,8 @@ impl Engine {
         }
     }
 
-    /// The reason why the blocks after a hit were not loaded, and a namespace that has the first of them, if that is the
-    /// reason.
+    /// Why the blocks after a hit were not loaded. If the reason is [`Reason::OtherIdentity`], also the namespace that
+    /// has the first of these blocks; else [`NsId::MAX`].
     fn rest_of(&self, question: &Question, noted: &Noted, is_incomplete: bool) -> (Rest, NsId) {
         if noted.reason != Reason::Complete {
             return (noted.reason.into(), NsId::MAX);
@@ -221,7 +222,7 @@ impl Engine {
         }
     }
 
-    /// A namespace that has the first block of a prompt that its own namespace lacks. Few are looked at.
+    /// Another namespace than `ns` that has the block `missing`. Searches at most [`OTHERS`] namespaces.
     fn other_of(&self, ns: NsId, missing: &BlockHash) -> Option<NsId> {
         let forest = self.residency.forest();
         // Blocks of a namespace that was reset or cleared may wait for their removal.
@@ -252,7 +253,7 @@ impl Engine {
         Some(self.told(position, self.lookups.at(position)?))
     }
 
-    /// Some of the last lookups, the latest first, and the position before which there are more.
+    /// Some of the last lookups, the latest first. The position is `Some` if the ring has more lookups before it.
     pub fn explain(&self, query: &ExplainQuery) -> (Vec<Explained>, Option<u64>) {
         let lookups = &self.lookups;
         let end = query.before.unwrap_or(u64::MAX).min(lookups.next);
@@ -319,7 +320,8 @@ impl Engine {
         Some(&self.residency.spec(*ns).description)
     }
 
-    /// Bytes of the memory for explanations, once it is full: of the last lookups, and of blocks that have left.
+    /// Most bytes that explanations take: the records of the last lookups, and the entries of blocks that left the
+    /// tiers.
     pub fn explain_bytes(&self) -> u64 {
         let ring = self.lookups.records * size_of::<Record>();
         ring as u64 + self.residency.departures.bytes()
@@ -348,7 +350,7 @@ impl Record {
         other: NsId::MAX,
     };
 
-    /// Replaces all but the time and the other namespace.
+    /// Overwrites all fields except the time and the other namespace.
     fn write(
         &mut self,
         question: &Question,

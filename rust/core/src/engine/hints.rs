@@ -29,11 +29,11 @@ const DEMOTED_MAX: usize = 128;
 pub(super) struct Hints {
     /// Lookups of prefetches, which end when their payloads have come.
     prefetches: Vec<(SessionId, RequestId)>,
-    /// The next node of each chain that is being demoted, and its epoch.
+    /// The next node of each chain that is being demoted, and the node's epoch.
     demoted: VecDeque<(NodeId, u32)>,
     /// Chains whose next node is being written or saved.
     unsettled: Vec<(NodeId, u32)>,
-    /// Prefetches since the start: names their lookups.
+    /// Number of prefetches since the start. The names of their lookups contain it.
     count: u64,
 }
 
@@ -49,10 +49,10 @@ pub struct HintCursor {
 #[derive(Clone, Copy, Debug)]
 struct Reach {
     ns: NsId,
-    /// Number of them in the index.
+    /// Number of these hash blocks that are in the index.
     depth: u32,
     hash_block_size: u32,
-    /// Tokens of all where a hit may end.
+    /// Tokens of the prompt up to the last boundary.
     wanted: Tokens,
 }
 
@@ -67,7 +67,7 @@ impl Engine {
         }
     }
 
-    /// A step of a hint, whose cursor is new at first. `None`: it is to be called again.
+    /// Carries out a part of a hint. The first call gets a new cursor. `None`: the caller calls again.
     pub fn step_hint(
         &mut self,
         session: SessionId,
@@ -103,8 +103,8 @@ impl Engine {
         Some(answer)
     }
 
-    /// A session of the namespace whose digest begins with `namespace`, or of the only one that sessions use. The error
-    /// says which there are.
+    /// A session of the only namespace in use whose digest begins with `namespace`; an empty `namespace` matches all.
+    /// The error lists the namespaces in use.
     pub fn session_in(&self, namespace: &str) -> Result<SessionId, String> {
         let mut found: Vec<(NsId, SessionId)> = Vec::new();
         for (ns, session) in self.sessions.by_namespace() {
@@ -182,7 +182,7 @@ impl Engine {
         HintAnswer::of(Tokens(reach.depth * reach.hash_block_size), reach.wanted)
     }
 
-    /// Starts to read the payloads of a prompt that only a disk has.
+    /// Starts to read the payloads of a prompt that are only on disk.
     fn step_prefetch(
         &mut self,
         session: SessionId,
@@ -224,8 +224,8 @@ impl Engine {
         })
     }
 
-    /// The payloads of a prefetch have come, or do not come: it holds nothing any more. Its payloads are the last to be
-    /// evicted.
+    /// Ends a prefetch whose payloads have arrived or will not arrive, and its lease. Its payloads become the most
+    /// recently used.
     fn end_prefetch(&mut self, session: SessionId, id: RequestId) {
         let lease = self.sessions.requests[id].lease;
         if lease != NONE {
@@ -235,7 +235,7 @@ impl Engine {
         self.sessions.forget_removed(session);
     }
 
-    /// The first tokens of a prompt were hit, or saved: the pins that end there live on.
+    /// Renews the pins that end within the first `tokens` of a prompt, which were hit or saved.
     pub(super) fn note_pins_used(&mut self, ns: NsId, hashes: &dyn HashSource, tokens: Tokens) {
         let depth = tokens.0 / self.residency.hash_block_size(ns);
         self.pins

@@ -13,8 +13,8 @@ use super::writeback::table_write_ended;
 const PLACEHOLDER_STEPS: usize = 2;
 
 impl Engine {
-    /// Whether [`Engine::next_io`] has something to do: IO to start on a device that takes it, or the rest of a
-    /// removal; or [`Engine::next_checksums`].
+    /// Whether [`Engine::next_io`] or [`Engine::next_checksums`] has something to do: IO to start on a device with
+    /// room, the rest of a removal, or checksums.
     pub fn has_io(&self) -> bool {
         let (operations, disks) = (&self.operations, self.residency.disks());
         let reads = |device: DeviceIndex| {
@@ -31,8 +31,8 @@ impl Engine {
                 && (self.residency.devices()).any(|device| operations.may_write(device))
     }
 
-    /// Whether earlier entries have left work that needs no device: [`Engine::next_io`] does some of it, and
-    /// is to be called again soon.
+    /// Whether earlier entries have left work that needs no device. [`Engine::next_io`] does a part of this work;
+    /// the caller calls it again soon.
     pub fn has_rest(&self) -> bool {
         self.residency.has_removals()
             || self.residency.has_searches()
@@ -66,9 +66,9 @@ impl Engine {
         self.residency.disks().len()
     }
 
-    /// Whether [`Engine::next_io`] has something to start within seconds, though nothing waits for that.
+    /// Whether [`Engine::next_io`] will have something to start within seconds. Nothing waits for it.
     pub fn has_touched(&self) -> bool {
-        // Pins and payloads end at their time.
+        // Pins end, and payloads expire, as time passes.
         !self.pins.is_empty()
             || self.waits_for_pass()
             || self.residency.waits_to_resize()
@@ -76,15 +76,15 @@ impl Engine {
             || self.residency.disks().iter().any(Disk::has_touched)
     }
 
-    /// Marks the ages of all payloads to be written: the engine ends.
+    /// Marks the ages of all payloads to be written, at the end of the engine.
     pub fn write_touched(&mut self) {
         for device in self.residency.devices() {
             self.residency.disk_mut(device).write_all_touched();
         }
     }
 
-    /// Whether operations are in flight. The caller then calls [`Engine::next_io`] from time to time even if none ends:
-    /// so the engine notices that a device answers no more.
+    /// Whether operations are in flight. If so, the caller calls [`Engine::next_io`] from time to time even if no
+    /// operation ends: so the engine notices that a device has stopped answering.
     pub fn has_operations(&self) -> bool {
         !self.operations.is_empty()
     }
@@ -115,7 +115,7 @@ impl Engine {
             .continue_resizing(self.now_ns, visits.max(1), &mut self.counters);
     }
 
-    /// Tells nodes that payloads above them have arrived. Those that become visible by it are offered to disk.
+    /// Marks more nodes as visible below payloads that have arrived, and offers their payloads to disk.
     fn continue_rest(&mut self) {
         self.residency.allow_rest(self.config.tells);
         if self.residency.has_rest() {
@@ -127,7 +127,7 @@ impl Engine {
         }
     }
 
-    /// Notes whether a device answers. A device that does not gets no new operations, and no
+    /// Notes whether a device answers. A device that does not answer gets no new operations, and no
     /// request waits for it.
     fn look_at_device(&mut self, device: DeviceIndex) {
         let limit_ns = self.config.stall_ns;
@@ -145,13 +145,13 @@ impl Engine {
     }
 
     fn next_writes(&mut self, out: &mut Vec<IoRequest>) {
-        // A payload that waits to be written stays in the arena. A read that waits for its memory would wait for ever
-        // if the write waited for the read.
+        // A payload that waits to be written stays in the arena. If the write waited for a read, and the read for the
+        // payload's memory, both would wait for ever.
         let least = usize::from(self.promotions.is_short());
         let beside_reads = self.config.writes_beside_reads.max(least);
         for device in self.residency.devices() {
             // A device that writes much answers reads late. A request that waits for memory or for the budget does not
-            // wait for the device: that may last until the scheduler takes another request up.
+            // wait for the device: its wait may last until the scheduler admits another request.
             let waits_for_device =
                 !self.operations.may_read(device) && self.promotions.waits_for(Some(device));
             let is_reading = self.operations.reads(device) > 0 || waits_for_device;
@@ -248,7 +248,7 @@ impl Engine {
                 let disk = self.residency.disk_mut(device);
                 disk.health.read_succeeded();
                 if disk.encrypted_store().is_some() {
-                    // Its record has none.
+                    // The payload's record on disk has no checksum.
                     self.residency
                         .set_host_checksum(node, group, Some(checksum));
                 }
@@ -260,8 +260,8 @@ impl Engine {
         promotions.read_ended(node, group, result.is_ok(), &mut parts);
     }
 
-    /// A payload's slot in the arena was filled: the nodes that became visible by it are offered to disk.
-    /// `visible` is a buffer.
+    /// A payload's slot in the arena was filled: offers the nodes that became visible to disk. `visible` is a
+    /// buffer.
     pub(super) fn payload_arrived(&mut self, node: NodeId, group: u8, visible: &mut Vec<NodeId>) {
         visible.clear();
         self.residency.host_filled(node, group, visible);

@@ -6,7 +6,7 @@ use crate::forest::DeviceIndex;
 use super::coordinator::Engine;
 
 impl Engine {
-    /// Takes a directory into use that was absent ([`DeviceImage::absent`]), and that holds no blocks.
+    /// Begins to use a directory that was absent ([`DeviceImage::absent`]) and holds no blocks.
     pub fn open_disk(&mut self, device: u16, image: &DeviceImage) {
         let device = DeviceIndex::new(usize::from(device));
         let seed = self.config.seed ^ (u64::from(device.number()) + 1);

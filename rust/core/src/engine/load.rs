@@ -11,7 +11,7 @@ use super::sessions::{SessionId, TransferKey, TransferKind, TransferState};
 
 impl Engine {
     /// Begins the load of `external` tokens after `computed`, see
-    /// [`Session::begin_load`](crate::session::Session::begin_load). The session's token is the caller's.
+    /// [`Session::begin_load`](crate::session::Session::begin_load). The caller adds the session's token.
     ///
     /// The lease keeps the payloads, so a load may begin although the prefix has left the index since.
     pub fn begin_load(
@@ -28,8 +28,8 @@ impl Engine {
         load
     }
 
-    /// The places of the payloads of a load, which begins after `computed` tokens and ends where the request's last
-    /// hit does. The payloads stay there as long as the request keeps its hit.
+    /// The places of the payloads of a load, which begins after `computed` tokens and ends with the request's last
+    /// hit. The payloads keep these places as long as the request keeps its hit.
     pub fn hit_extents(&self, session: SessionId, request: &str, computed: Tokens) -> Vec<Extent> {
         let Some(state) = self.sessions.request(session, request) else {
             return Vec::new();
@@ -79,7 +79,7 @@ impl Engine {
         })
     }
 
-    /// The node at the end of a load, and its payloads; `None` unless the request's hit covers them.
+    /// The node at the end of a load, and the load's payloads; `None` unless the request's hit covers the load.
     fn load_of(
         &self,
         id: RequestId,
@@ -104,7 +104,7 @@ impl Engine {
         }
         let target = self.residency.forest().ancestor(state.lease, boundary);
         let payloads = self.residency.needed_payloads(target, local);
-        // A promotion may be under way still.
+        // A promotion may still be under way.
         let all_here = self.residency.all_in_host(&payloads);
         let is_verified = !self.config.verify_host || self.is_verified(id, target, local);
         (all_here && is_verified).then_some((target, payloads))
@@ -127,7 +127,7 @@ impl Engine {
             })
     }
 
-    /// All ranks have ended the copies of a transfer. Unknown ids are ignored: an acknowledgement
+    /// Ends a transfer whose copies all ranks have ended. Unknown ids are ignored: an acknowledgement
     /// may come twice.
     pub fn end_transfer(&mut self, id: TransferId, ok: bool) {
         while !self.step_end_of_transfer(id, ok, usize::MAX) {}

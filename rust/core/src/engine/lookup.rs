@@ -15,7 +15,7 @@ use super::requests::RequestId;
 use super::residency::Residency;
 use super::sessions::SessionId;
 
-/// Promotions that one lookup may start before it is answered: payloads that are evicted or lost again and again are left alone.
+/// Promotions that one lookup may start before it is answered: payloads may be evicted or lost again and again.
 const PROMOTIONS_MAX: u32 = 3;
 
 /// A lookup's question in hash blocks.
@@ -23,7 +23,7 @@ const PROMOTIONS_MAX: u32 = 3;
 struct Span {
     /// Computed tokens: the device has their hash blocks.
     computed: u32,
-    /// Whole hash blocks among them.
+    /// Number of whole hash blocks among the computed tokens.
     local: u32,
     /// The session's hits end at multiples of this number.
     align: u32,
@@ -31,12 +31,12 @@ struct Span {
     hash_block_size: u32,
     /// A hit that gains fewer tokens is not worth a load.
     least: u32,
-    /// Whether the planner judges which loads are worth it.
+    /// Whether the planner decides which loads are worth their time.
     is_planned: bool,
 }
 
 impl Span {
-    /// Where a hit begins, and the multiple at which its end lies.
+    /// Where a hit begins, and the number of which its end is a multiple.
     fn bounds(&self) -> (u32, u32) {
         (self.local, self.align)
     }
@@ -47,7 +47,7 @@ impl Span {
     }
 }
 
-/// How far a lookup is that takes several entries.
+/// The progress of a lookup that takes several entries.
 ///
 /// With windows or states a hit may end far above the deepest node of the prompt, and each node on the way has to be
 /// looked at.
@@ -56,14 +56,14 @@ pub struct LookupCursor {
     /// The first entry has been made.
     has_begun: bool,
     may_promote: bool,
-    /// The deepest node where a hit may end, by all that is known, and its epoch.
+    /// The deepest node where a hit may end as far as the search has come, and its epoch.
     at: Option<(NodeId, u32)>,
     /// A hit may end at that node only by a read from disk, which this lookup does not start. The search continues
     /// for a hit that is in the arena.
     host_only: bool,
-    /// Why it will not be.
+    /// Why this lookup starts no read.
     unread: Reason,
-    /// Segments are on their way from the remote store: whatever is found, the answer is pending.
+    /// The request waits for the remote store: the answer is pending even if the search finds a hit.
     awaits_remote: bool,
 }
 
@@ -99,8 +99,8 @@ impl LookupCursor {
 }
 
 impl Engine {
-    /// Looks a prompt up, see [`Session::lookup`](crate::session::Session::lookup), for those who have the engine to
-    /// themselves: the work is proportional to the prompt's length.
+    /// Looks a prompt up, see [`Session::lookup`](crate::session::Session::lookup), for a caller that has the engine to
+    /// itself: the work is proportional to the prompt's length.
     pub fn lookup(&mut self, session: SessionId, request: &LookupRequest<'_>) -> Lookup {
         let mut cursor = LookupCursor::default();
         loop {
@@ -163,7 +163,7 @@ impl Engine {
             }
             Priority::Demand => {}
         }
-        // A hint's own lookup is no request's.
+        // A hint's own lookup belongs to no request.
         let is_final = request.priority == Priority::Demand || leases;
         if is_final && !answer.is_pending() {
             self.leave_flight(id);
@@ -181,13 +181,13 @@ impl Engine {
         if promotions.active.is_some() {
             return None;
         }
-        // The last answer is void while the question is asked again.
+        // A new lookup voids the last answer.
         promotions.reserved = false;
         Some(Reason::Complete)
     }
 
-    /// The scheduler asks, and limits its wait for a promotion. Returns why no other promotion may start,
-    /// [`Reason::Complete`] if one may, and `None` if the lookup waits for the one under way.
+    /// Begins a demanded lookup, whose wait for a promotion is limited. Returns why no other promotion may start,
+    /// [`Reason::Complete`] if one may, and `None` if the lookup waits for the promotion under way.
     fn begin_demanded(
         &mut self,
         id: RequestId,
@@ -208,7 +208,7 @@ impl Engine {
             .max
             .0
             .min(tokens_of(request.hashes.len(), hash_block_size));
-        // More may be computed than a hit would reach.
+        // The computed tokens may reach beyond the hit.
         let gain = self
             .promised(state, ns, most)
             .saturating_sub(request.computed.0);
@@ -229,7 +229,7 @@ impl Engine {
         if let Some((stop, tokens)) = stop {
             stop.count(tokens, &mut self.counters);
         }
-        // A late lookup is answered with the blocks that are there now.
+        // A late lookup is answered with the blocks that have arrived.
         Some(match stop {
             _ if !late => Reason::Complete,
             _ if is_stalled => Reason::DiskSilent,
@@ -271,7 +271,7 @@ impl Engine {
     }
 
     fn request_of(&mut self, session: SessionId, request: &LookupRequest<'_>) -> Option<RequestId> {
-        // A prefetch is usually the first lookup of its request, the others are not: one search suffices.
+        // A prefetch is usually the first lookup of its request, a demanded lookup is not: one search suffices.
         let known = match request.priority {
             Priority::Demand => self.sessions.request_id(session, request.request),
             Priority::Prefetch => None,
@@ -297,8 +297,8 @@ impl Engine {
         Some(id)
     }
 
-    /// Looks the request up as the index is now. A promotion is started only if the cursor says so. `None`: there is
-    /// more to look at.
+    /// Looks the request up in the present index. Starts a promotion only if the cursor permits that. `None`: there are
+    /// more nodes to look at.
     fn look_up_now(
         &mut self,
         id: RequestId,
@@ -323,7 +323,7 @@ impl Engine {
             .0
             .min(tokens_of(request.hashes.len(), hash_block_size));
         let state = &mut self.sessions.requests[id];
-        // A wait for the remote store goes by the prompt as it was when the wait began.
+        // During a wait for the remote store, the prompt's end is its end at the begin of the wait.
         let end = match cursor.awaits_remote {
             true => state.planned.end,
             false => end,
@@ -341,7 +341,7 @@ impl Engine {
         let (deepest, depth) = found.unwrap_or((NONE, 0));
         state.answered.is_incomplete = unseen.get() == depth + 1;
         state.shared = Tokens(depth * hash_block_size);
-        // A draft model keeps nothing of use for the last tokens.
+        // A draft model cannot use the cached last tokens.
         let dropped = state.dropped_tokens.div_ceil(hash_block_size);
         let limit = depth
             .saturating_sub(dropped)
@@ -400,8 +400,8 @@ impl Engine {
         })
     }
 
-    /// Starts to promote the payloads of a hit at `top`, of at least `least` hash blocks. Returns the reason if no
-    /// promotion starts.
+    /// Starts to promote the payloads of a hit at `top`, of at least `least` hash blocks. If no promotion starts,
+    /// returns the reason.
     fn try_promotion(
         &mut self,
         id: RequestId,
@@ -420,9 +420,8 @@ impl Engine {
         }
     }
 
-    /// Whether to read the payloads of a hit at `top` from disk. If the end of the arena's part is
-    /// far to seek, that
-    /// part counts as read, too.
+    /// Whether to read the payloads of a hit at `top` from disk. If the search does not reach the end of the part that
+    /// is in the arena, this part counts as read, too.
     fn plans_reads(&mut self, id: RequestId, top: NodeId, span: &Span, priority: Priority) -> bool {
         let (residency, nodes_max) = (&self.residency, self.config.visits);
         let in_host = residency.boundary_within(top, span.bounds(), true, nodes_max);
@@ -437,7 +436,7 @@ impl Engine {
         }
     }
 
-    /// Why no hit ends at or above `top`, not even one that would be read from disk.
+    /// Why no hit ends at or above `top`, even with reads from disk.
     fn why_no_end(&self, top: NodeId, span: &Span) -> Reason {
         if !span.is_worth(self.residency.node(top).depth) {
             return Reason::TooFew;
@@ -450,7 +449,7 @@ impl Engine {
         }
     }
 
-    /// A request that needs a hit of `min` tokens reaches `tokens` at best.
+    /// Notes that a request reaches `tokens` at best, if that is less than the `min` tokens that it needs.
     fn cap_shared(&mut self, id: RequestId, tokens: u32, min: u32) {
         let shared = &mut self.sessions.requests[id].shared;
         if tokens < min {
@@ -458,8 +457,8 @@ impl Engine {
         }
     }
 
-    /// The deepest node where a hit may end, at or above `top`. `None` if there is none, or none that is worth a load;
-    /// `Some(None)` if there is more to look at.
+    /// The deepest node where a hit may end, at or above `top`. `None` if no hit is worth a load; `Some(None)` if there
+    /// are more nodes to look at.
     fn next_end(
         &self,
         top: NodeId,
@@ -496,8 +495,8 @@ impl Engine {
         (is_above && verified.local <= local).then_some(verified.node)
     }
 
-    /// Starts to promote the payloads that a hit at `target` needs ([`Span::bounds`]). False if nothing of it can be held, or
-    /// too little for a hit of `min` hash blocks, or it was tried too often.
+    /// Starts to promote the payloads that a hit at `target` needs ([`Span::bounds`]). False if the budget has no room
+    /// for a hit of `min` hash blocks, or after [`PROMOTIONS_MAX`] promotions.
     fn start_promotion(
         &mut self,
         id: RequestId,
@@ -526,7 +525,7 @@ impl Engine {
         true
     }
 
-    /// The answer that there is no hit: the payloads that were promoted for it may be evicted.
+    /// Answers with a miss: the payloads that were promoted for the request may be evicted.
     fn miss(&mut self, id: RequestId, reason: Reason) -> Lookup {
         let state = &mut self.sessions.requests[id];
         state.answered.reason = reason;
@@ -551,8 +550,8 @@ impl Engine {
         if std::mem::replace(&mut state.touched, true) {
             return hit;
         }
-        // Requests that came since have their own ticks, and a node that two requests touch in one
-        // tick would count once.
+        // Later requests have their own ticks. Without a new tick, a node that two requests touch
+        // would count once.
         if state.tick != self.residency.tick() {
             self.residency.next_tick();
         }

@@ -13,14 +13,16 @@
 //! - `namespaces`: the namespace tables, and resets;
 //! - `sessions`: sessions, their lookups, and the transfers of their workers;
 //! - `events`: the changes in the tiers, for sessions that ask;
-//! - `pins`: leases that hints ask for, with their budget; `hints` carries these and the other hints out;
+//! - `pins`: leases that hints ask for, with their budget; `hints` carries out hints of every kind;
 //! - `planner`: whether loading or computing takes less time, by measurement;
-//! - `remote`: the remote store, the segments that come from there and those that go there;
-//! - `ages`: the times of the ticks; `clear` removes blocks by their namespace and age, `drain` stops what is new, `resize` sets the tiers' sizes;
+//! - `remote`: the remote store, and the segments that are read from it or written to it;
+//! - `ages`: the times of the ticks;
+//! - `clear` removes blocks by their namespace or age, `drain` begins no save and no promotion, `resize` sets the
+//!   tiers' sizes;
 //! - `operations`: the purpose of each IO operation in flight.
 //!
-//! A part never calls another but residency, which calls none: an effect on others is returned, and the
-//! engine passes it on. `lookup`, `load`, `save`, `io`, `reset` and `recover` do so for one kind of
+//! A part calls no other part but residency, and residency calls none. An effect on another part is a return value,
+//! which the engine passes on: `lookup`, `load`, `save`, `io`, `reset` and `recover` do so for one kind of
 //! command each.
 
 mod ages;

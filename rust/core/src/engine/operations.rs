@@ -9,14 +9,14 @@ slotmap::new_key_type! {
     struct OperationId;
 }
 
-/// The purpose of an IO operation in flight. `Uses::busy` keeps the node that it works on.
+/// The purpose of an IO operation in flight. `Uses::busy` keeps the node of the operation.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Purpose {
     Read {
         node: NodeId,
         group: u8,
         started_ns: u64,
-        /// Bytes that its device had to read then, its own among them.
+        /// Bytes that the device had to read when the read started, the bytes of this read among them.
         ahead: u64,
     },
     Write {
@@ -32,7 +32,7 @@ pub(super) enum Purpose {
         node: NodeId,
         group: u8,
     },
-    /// The filesystem gets the space of a page back.
+    /// Returns the space of a page to the filesystem.
     Release {
         device: DeviceIndex,
     },
@@ -50,12 +50,12 @@ pub(super) enum Purpose {
 #[derive(Clone, Copy, Debug, Default)]
 struct Flow {
     in_flight: usize,
-    /// When the last of them ended, or the first of those in flight was started.
+    /// When the last operation ended, or the first of the operations in flight was started.
     progress_ns: u64,
 }
 
 impl Flow {
-    /// Whether none has ended for `limit_ns`.
+    /// Whether operations are in flight, and none has ended for `limit_ns`.
     fn is_stalled(self, limit_ns: u64, now_ns: u64) -> bool {
         self.in_flight > 0 && now_ns >= self.progress_ns.saturating_add(limit_ns)
     }
@@ -66,7 +66,7 @@ impl Flow {
 struct DeviceOperations {
     reads: Flow,
     writes: Flow,
-    /// Operations that its IO engine takes now.
+    /// Operations that the device's IO engine takes now.
     room: usize,
     /// How many writes may be in flight now, if fewer than the depth allows.
     writes_max: Option<usize>,
@@ -106,7 +106,7 @@ impl Operations {
         }
     }
 
-    /// Notes an operation; its completion brings the token back.
+    /// Notes an operation. Returns the token that its completion carries.
     pub(super) fn start(&mut self, purpose: Purpose, device: DeviceIndex, now_ns: u64) -> u64 {
         let of_device = &mut self.devices[device.index()];
         of_device.room = of_device.room.saturating_sub(1);
@@ -126,7 +126,7 @@ impl Operations {
         slotmap::Key::data(&self.in_flight.insert((None, purpose))).as_ffi()
     }
 
-    /// The operation of a token has ended. `None` if there is none, or no longer.
+    /// Ends the operation of a token. `None` if the token is unknown or its operation has ended.
     pub(super) fn end(
         &mut self,
         token: u64,
@@ -156,13 +156,13 @@ impl Operations {
         self.devices[device.index()].writes.in_flight
     }
 
-    /// When a read of a device ended last, or the first of those in flight was started.
+    /// When a read of a device ended last, or the first of the reads in flight was started.
     pub(super) fn read_progress_ns(&self, device: DeviceIndex) -> u64 {
         self.devices[device.index()].reads.progress_ns
     }
 
-    /// Whether no read, and whether no write, of a device has ended for `limit_ns`, although some are in
-    /// flight.
+    /// Whether the reads of a device are stalled, and whether its writes are: some are in flight, and none has ended
+    /// for `limit_ns`.
     pub(super) fn stalled(&self, device: DeviceIndex, limit_ns: u64, now_ns: u64) -> (bool, bool) {
         let of_device = &self.devices[device.index()];
         (
@@ -196,13 +196,13 @@ impl Operations {
         let Some(depth) = self.depth else {
             return of_device.room > 0;
         };
-        // A payload that is read and being verified has left its room already.
+        // A payload that was read and is being verified takes no room any more.
         let moving = depth.saturating_sub(of_device.room);
         let reads = moving.saturating_sub(of_device.writes.in_flight);
         of_device.room > 0 && reads < device_depth(depth)
     }
 
-    /// Allows a device `most` writes in flight, or as many as its depth does.
+    /// Allows a device `most` writes in flight; `None`: as many as its depth allows.
     pub(super) fn limit_writes(&mut self, device: DeviceIndex, most: Option<usize>) {
         self.devices[device.index()].writes_max = most;
     }

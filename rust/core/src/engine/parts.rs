@@ -10,7 +10,7 @@ use super::planner::Rates;
 use super::requests::Requests;
 use super::residency::Residency;
 
-/// Lent by the engine for one call.
+/// The parts that the engine lends for one call.
 #[derive(Debug)]
 pub(super) struct EngineParts<'a> {
     pub(super) config: &'a EngineConfig,

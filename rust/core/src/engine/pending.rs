@@ -8,8 +8,8 @@ use super::requests::RequestState;
 use super::sessions::SessionId;
 
 impl Engine {
-    /// The answer [`Lookup::Pending`], if [`Engine::lookup`] would give it again. Changes nothing, so that
-    /// a crowd of pending requests costs little.
+    /// The answer [`Lookup::Pending`], if [`Engine::lookup`] would return it again. Changes nothing, so that
+    /// many pending requests cost little.
     pub fn still_pending(
         &self,
         session: SessionId,
@@ -24,7 +24,7 @@ impl Engine {
             Priority::Prefetch => is_promoting || self.waits_for_flight(state, ns, computed),
             Priority::Demand => {
                 let gain = self.promised(state, ns, 0).saturating_sub(computed.0);
-                // With more on the device, computing may serve the request, too: its wait is weighed from then on.
+                // With more computed tokens, computing may serve the request, too: the wait is then weighed against it.
                 let needs_hit = state.planned.min > computed.0;
                 let is_same = needs_hit == state.planned.needs_hit;
                 let waits = state.demanded_ns.is_some() && !state.failed && is_same;
@@ -39,7 +39,7 @@ impl Engine {
         is_pending.then_some(Lookup::Pending { shared })
     }
 
-    /// Where a request's promotion ends if all goes well; `otherwise` without one. In tokens.
+    /// Where a request's promotion ends if all reads succeed, in tokens; `otherwise` without a promotion.
     pub(super) fn promised(&self, state: &RequestState, ns: NsId, otherwise: u32) -> u32 {
         let promotion = state.promotions.active.as_ref();
         promotion.map_or(otherwise, |promotion| {
@@ -47,7 +47,7 @@ impl Engine {
         })
     }
 
-    /// Whether a request's promotion is under way, and a demanded lookup would say so.
+    /// Whether a demanded lookup would be pending: the request waits for a promotion or a flight.
     pub fn is_promoting(&self, session: SessionId, request: &str) -> bool {
         let ns = self.sessions.get(session).map(|session| session.ns);
         let state = self.sessions.request(session, request);

@@ -16,15 +16,15 @@ pub(super) struct Planned {
     pub(super) computed: u32,
     /// Tokens of the prompt.
     pub(super) end: u32,
-    /// Tokens that vLLM computes before it.
+    /// Tokens that vLLM computes before this request.
     pub(super) queued: u32,
     /// A hit of fewer tokens, with those on the device, does not serve the request.
     pub(super) min: u32,
-    /// Whether the last lookup needed a hit to be served.
+    /// Whether the request needed a hit to be served at the last lookup.
     pub(super) needs_hit: bool,
     /// How long its promotion was to take, if that was predicted.
     pub(super) predicted_ns: Option<u64>,
-    /// Its promotion goes on against the prediction: it was started to measure.
+    /// The promotion was started to measure, so it goes on against the prediction.
     ignores_prediction: bool,
     /// Its last decision was counted.
     is_counted: bool,
@@ -42,7 +42,7 @@ pub(super) enum Reads {
 }
 
 impl Planned {
-    /// A lookup asks for the tokens after `computed`, up to `end`.
+    /// Notes that a lookup asks for the tokens after `computed`, up to `end`.
     pub(super) fn note(&mut self, computed: u32, end: u32) {
         (self.computed, self.end) = (computed, end);
     }
@@ -101,8 +101,8 @@ impl Engine {
         self.residency.hash_block_size(session.ns)
     }
 
-    /// Whether to read the payloads that a hit up to `disk` hash blocks needs beyond one up to
-    /// `host`.
+    /// Whether to read the payloads that a hit up to `disk` hash blocks needs and a hit up to
+    /// `host` does not.
     pub(super) fn plans_promotion(
         &mut self,
         id: RequestId,
@@ -157,8 +157,8 @@ impl Engine {
         let planned = &mut self.sessions.requests[id].planned;
         planned.predicted_ns = (start.reason != Reason::Unknown).then_some(all_ns as u64);
         planned.ignores_prediction = start.reason == Reason::OtherWay;
-        // A prefetch that is not made is decided again when the scheduler asks. A start that measures is counted now:
-        // that later decision has its results.
+        // If a prefetch is not made, the demanded lookup decides again. A start that measures is counted now: the later
+        // decision uses its results.
         let is_final = !is_prefetch || start.promotes || start.reason == Reason::Measure;
         if is_final && !std::mem::replace(&mut planned.is_counted, true) {
             start
@@ -181,8 +181,8 @@ impl Engine {
         self.now_ns - progress_ns.min(self.now_ns)
     }
 
-    /// Why a request's planned wait for its promotion is over, with the tokens that have not come; `None` if it
-    /// goes on, or there is none.
+    /// Why a request's planned wait for its promotion is over, with the tokens that have not arrived; `None` if the
+    /// wait goes on, or there is no such wait.
     pub(super) fn plan_stops(&self, state: &RequestState) -> Option<(Stop, u32)> {
         let promotion = state.promotions.active.as_ref()?;
         let demanded_ns = state.demanded_ns?;
@@ -205,7 +205,7 @@ impl Engine {
         Some((stop, boundary - arrived.clamp(from, boundary)))
     }
 
-    /// Hash blocks that a hit could have now, if the promotion ended.
+    /// Hash blocks of the hit, if the promotion ended now.
     fn arrived(&self, promotion: &Promotion) -> u32 {
         let missing = promotion.payloads.get(front(promotion, &self.residency));
         let Some(&(node, _)) = missing else {
@@ -219,7 +219,7 @@ impl Engine {
         }
     }
 
-    /// The times that a load is to take and to save.
+    /// The predicted times that a load takes and saves.
     pub(super) fn promise(&self, id: RequestId, computed: Tokens, external: Tokens) -> LoadPromise {
         let state = &self.sessions.requests[id];
         let to = computed.0.saturating_add(external.0);
@@ -235,7 +235,7 @@ impl Engine {
         }
     }
 
-    /// The workers have copied a load.
+    /// Learns from a load that the workers have copied.
     pub(super) fn load_ended(&mut self, session: SessionId, bytes: u64, promise: &LoadPromise) {
         let took_ns = self.now_ns - promise.began_ns;
         let counters = &mut self.counters;

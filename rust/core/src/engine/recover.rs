@@ -23,8 +23,8 @@ pub struct Recovery {
     pub blocks: u64,
     /// Records that were torn or damaged.
     pub damaged: u64,
-    /// Sound records that lead nowhere: of a namespace that was reset, overwritten, beyond the
-    /// capacity, or below a block that is not there.
+    /// Sound records that are of no use: of a namespace that was reset, of overwritten bytes, of a slot beyond the
+    /// capacity, or of a block whose parent was not found.
     pub dropped: u64,
     /// Namespaces found.
     pub namespaces: u64,
@@ -89,8 +89,8 @@ impl Engine {
             self.namespaces.note_instance(entry.instance);
             let digest = entry.spec.digest();
             if lives[&digest].1 {
-                // A directory was not here for a while. One of its namespaces' lives may be from before a reset, and
-                // nothing tells which.
+                // A directory was missing for a while. A life of one of its namespaces may be from before a reset, and
+                // no record shows which life.
                 let device = DeviceIndex::new(device);
                 self.namespaces
                     .clear_entry(device, index, &mut self.residency);
@@ -99,7 +99,7 @@ impl Engine {
             if self.namespaces.knows(&digest) {
                 continue;
             }
-            // A namespace that does not fit today's arena stays on disk, unused.
+            // A namespace that does not fit the present arena stays on disk, unused.
             let spec = entry.spec.clone();
             let residency = &mut self.residency;
             let added = self.namespaces.add(spec, entry.instance, false, residency);
@@ -110,8 +110,8 @@ impl Engine {
         }
     }
 
-    /// Restores when each namespace was used last. A session that found all its blocks is a use,
-    /// too.
+    /// Restores the last use of each namespace. A session that only found blocks, and wrote no record, counts as a
+    /// use, too.
     fn recover_uses(&mut self, images: &[DeviceImage]) {
         let places = images.iter().flat_map(|image| places(&image.super_bytes));
         for place in places {
@@ -154,7 +154,7 @@ impl Engine {
                     };
                     self.namespaces.note_use(ns, record.last);
                     let tag = self.residency.forest().tag(ns, &record.hash);
-                    // By the time of their turn, the processor has the places of all of these.
+                    // The processor has loaded the places in the index when these records are taken over.
                     self.residency.forest().prefetch(tag);
                     found.push(FoundRecord {
                         ns,
@@ -173,13 +173,13 @@ impl Engine {
         taken
     }
 
-    /// The namespace of a record, if its instance is known.
+    /// The namespace of a record, if the record's instance is known.
     fn life_of(&mut self, record: &Record) -> Option<NsId> {
         self.namespaces.note_instance(record.instance);
         self.namespaces.of_instance(record.instance)
     }
 
-    /// Notes the numbers and times that a record tells of, whatever its namespace.
+    /// Notes the numbers and times in a record of any namespace.
     fn learn(&mut self, record: &Record) {
         self.writeback.advance_record_seq(record.seq);
         self.residency.advance_tick(record.last);

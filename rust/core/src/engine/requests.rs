@@ -29,19 +29,19 @@ pub(super) struct RequestState {
     pub(super) tick: u64,
     /// Leased node at the boundary of the last answer, or `NONE`.
     pub(super) lease: NodeId,
-    /// While the last answer is a hit: the hash blocks before those that the lease keeps in the arena.
+    /// While the last answer is a hit: the lease keeps the payloads after this many hash blocks in the arena.
     pub(super) hit_after: Option<u32>,
     pub(super) promotions: RequestPromotions,
     pub(super) remote: RemoteShare,
-    /// The request's wait, instead of
-    /// [`EngineConfig::promotion_wait`](super::EngineConfig::promotion_wait).
+    /// How long the request waits for promotions; `None` if
+    /// [`EngineConfig::promotion_wait`](super::EngineConfig::promotion_wait) applies.
     pub(super) wait: Option<PromotionWait>,
     /// Time since which the scheduler waits for an answer.
     pub(super) demanded_ns: Option<u64>,
     pub(super) planned: Planned,
     /// A load failed: all further lookups of this request are misses.
     pub(super) failed: bool,
-    /// Its hit was counted.
+    /// The request's hit was counted.
     pub(super) touched: bool,
     /// See [`SessionSpec::dropped_tokens`].
     pub(super) dropped_tokens: u32,
@@ -69,27 +69,27 @@ impl RequestState {
         if old == node {
             return;
         }
-        // The new lease begins first: the leases may share nodes, which must not become evictable
-        // in between.
+        // The new lease begins before the old one ends: the leases may share nodes, which must not become
+        // evictable.
         if node != NONE {
             residency.pin_hit(node);
         }
         if old != NONE {
             residency.unpin_hit(old);
         }
-        // The payloads are kept, and so verified once, as long as the lease does not move.
+        // The lease keeps the payloads, so they stay verified until the lease moves.
         let verified = self.promotions.verified;
         self.promotions.verified = verified.filter(|verified| verified.node == node);
     }
 }
 
-/// One request's promotion. The request's own lease keeps the target; this one leases the deepest
-/// payload reached, which keeps all before it in the arena.
+/// One request's promotion. The request's own lease keeps the target. The promotion leases the node of the deepest
+/// payload that it has reached, which keeps all payloads before in the arena.
 #[derive(Debug)]
 pub(super) struct Promotion {
     /// Payloads that the load will need, front to back.
     pub(super) payloads: Vec<(NodeId, u8)>,
-    /// The first of them that was not looked at yet.
+    /// Index of the first payload that was not looked at yet.
     pub(super) next: usize,
     /// Reads that this request waits for.
     pub(super) waiting: u32,
@@ -97,33 +97,33 @@ pub(super) struct Promotion {
     pub(super) reached: NodeId,
     /// The boundary, in hash blocks, if all reads succeed.
     pub(super) boundary: u32,
-    /// The tokens that it brings if all reads succeed.
+    /// The tokens that the promotion brings if all reads succeed.
     pub(super) goal: Verified,
-    /// It was given up before its end.
+    /// The promotion was given up before its end.
     pub(super) is_cut: bool,
-    /// Bytes that were on disk only when it started, less those that it has begun to read.
+    /// Bytes that were only on disk when the promotion started, less the bytes of started reads.
     pub(super) unread: u64,
-    /// Where it waits for its next read; `None` once all are issued.
+    /// Where the promotion waits for its next read; `None` once all reads are issued.
     pub(super) place: Option<QueuePlace>,
     /// Its reads by device, for the planner.
     pub(super) shares: Vec<ReadShare>,
-    /// The payloads before this one were there at the last look.
+    /// The payloads before this index were in the arena at the last look.
     pub(super) front: usize,
     /// Its predicted time in nanoseconds, if there was a prediction.
     pub(super) predicted_ns: Option<u64>,
-    /// Bytes that the budget has reserved for its next reads; `None` until it has.
+    /// Bytes that the budget has reserved for the next reads; `None` before the reservation.
     pub(super) reserved: Option<u64>,
     /// The request holds bytes of an earlier promotion.
     pub(super) continues: bool,
-    /// It was cut because a device did not answer.
+    /// The promotion was cut because a device did not answer.
     pub(super) silent: bool,
     pub(super) started_ns: u64,
-    /// Since when its next read has found no memory, although it could start otherwise.
+    /// Since when the promotion's next read lacks only memory to start.
     pub(super) short_ns: Option<u64>,
 }
 
 impl Promotion {
-    /// Whether it has no more reads to start.
+    /// Whether the promotion has no more reads to start.
     pub(super) fn is_issued(&self) -> bool {
         self.next == self.payloads.len()
     }
@@ -142,15 +142,15 @@ impl Promotion {
         self.reached
     }
 
-    /// Gives up the payloads that it has not looked at yet.
+    /// Gives up the payloads that were not looked at yet.
     pub(super) fn cut(&mut self) {
         self.payloads.truncate(self.next);
         self.is_cut = true;
     }
 }
 
-/// The payloads that a load of the tokens after `local` hash blocks, up to a node, needs in the
-/// arena: its checksums were compared.
+/// A range of tokens, after `local` hash blocks and up to `node`: the checksums of the payloads that its load needs
+/// were compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Verified {
     pub(super) node: NodeId,
@@ -166,15 +166,15 @@ pub(super) struct RequestPromotions {
     pub(super) started: u32,
     /// Number of promotions started since the last answer.
     pub(super) tries: u32,
-    /// The tokens that the last promotion brought. The request's lease is that of the node.
+    /// The tokens that the last promotion brought. The request leases the node.
     pub(super) verified: Option<Verified>,
-    /// Arena bytes held until they are loaded, and reserved.
+    /// Arena bytes that the request holds until they are loaded, and bytes reserved for it.
     pub(super) bytes: u64,
     /// Depths (exclusive, inclusive) that were brought from disk, for metrics.
     pub(super) from_disk: Option<(u32, u32)>,
     /// The scheduler has asked: the request is no longer a prefetch.
     pub(super) demanded: bool,
-    /// The client has an answer that relies on the lease, although the scheduler has not asked.
+    /// The client has an answer that relies on the lease, although no demanded lookup has come.
     pub(super) reserved: bool,
 }
 

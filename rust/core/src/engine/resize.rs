@@ -1,7 +1,7 @@
 //! The size of the tiers, which an operator may set while the engine runs.
 //!
-//! The size at the start is the largest: no process maps more of the arena, and a data file has no more slots. A restart
-//! goes by the configuration again.
+//! The size at the start is the largest: no process maps more of the arena, and a data file has no more slots. After a
+//! restart, the configured sizes hold again.
 
 use serde::{Deserialize, Serialize};
 
@@ -62,7 +62,7 @@ pub enum ResizeRefusal {
     Memory {
         /// The size asked for.
         bytes: u64,
-        /// Bytes that the system got back before.
+        /// Bytes of memory that the arena would take in addition.
         needed: u64,
         /// The memory that the machine or the container's limit leaves.
         available: u64,
@@ -70,8 +70,8 @@ pub enum ResizeRefusal {
 }
 
 impl Engine {
-    /// Sets sizes; [`Engine::resized`] tells the progress. `available` is the memory that the machine has left, if that is
-    /// known.
+    /// Sets sizes; [`Engine::resized`] returns the progress. `available` is the memory that the machine has left;
+    /// `None` if unknown.
     ///
     /// # Errors
     /// If a size is impossible. Nothing is changed then.
@@ -121,7 +121,7 @@ impl Engine {
         Ok(self.resized())
     }
 
-    /// Promotions, pins and the remote store have the same part of the arena as before.
+    /// Gives promotions, pins and the remote store the same parts of the arena as before.
     fn set_budgets(&mut self, host_bytes: u64) {
         let part = |of: u64| {
             let part =
@@ -156,18 +156,18 @@ impl Engine {
         }
     }
 
-    /// The next part of the arena to return to the system: where it begins, and its bytes. The caller tells the end by
-    /// [`Engine::arena_release_ended`] before it asks again.
+    /// The next part of the arena to return to the system: its offset and its bytes. The caller reports the end by
+    /// [`Engine::arena_release_ended`] before the next call.
     pub fn next_arena_release(&mut self) -> Option<(u64, u64)> {
         self.residency.next_arena_release()
     }
 
-    /// The system has got that part back, or not: another process keeps it.
+    /// The part was returned to the system (`ok`), or another process keeps it.
     pub fn arena_release_ended(&mut self, ok: bool) {
         self.residency.arena_release_ended(ok);
     }
 
-    /// Appends a page of each directory whose space the filesystem is to get back.
+    /// Appends requests that return pages to the filesystem, one page of each directory.
     pub(super) fn next_releases(&mut self, out: &mut Vec<IoRequest>) {
         if !self.residency.has_releases() {
             return;

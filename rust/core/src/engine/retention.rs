@@ -13,7 +13,7 @@ const STEPS: u64 = 64;
 /// The times of the ticks, and the progress of the search for payloads that have been unused for too long.
 #[derive(Debug)]
 pub(super) struct Retention {
-    /// In seconds; 0: payloads stay.
+    /// Time to live in seconds; 0: payloads stay.
     ttl_s: u64,
     /// Ticks, each with a second by which it had passed. Both numbers rise.
     times: VecDeque<(u64, u64)>,
@@ -35,7 +35,7 @@ impl Retention {
         }
     }
 
-    /// Whether payloads are evicted when they have not been used for long.
+    /// Whether payloads without a use for long are evicted.
     pub(super) fn is_on(&self) -> bool {
         self.ttl_s > 0
     }
@@ -67,12 +67,12 @@ impl Retention {
         is_noted
     }
 
-    /// A record says that a payload was used last at `tick`, by the second `used_s`.
+    /// Notes a record by which a payload was used last at `tick`, no later than the second `used_s`.
     pub(super) fn note_found(&mut self, tick: u64, used_s: u64, now_s: u64) {
         if !self.is_on() {
             return;
         }
-        // All that are too old are alike.
+        // The ages of payloads that are too old make no difference.
         let oldest_s = now_s.saturating_sub(self.ttl_s);
         let step_s = self.step_s();
         let by_s = used_s.max(oldest_s + 1).div_ceil(step_s) * step_s;
@@ -106,7 +106,7 @@ impl Retention {
         self.is_over(used_s, now_s).then_some(tick)
     }
 
-    /// The look that is under way, or that begins now.
+    /// The search under way, or a new one if some payloads have become too old.
     fn begin(&mut self, now_s: u64) -> Option<UnusedCursor> {
         if self.sweep.is_none() {
             let over = self
@@ -166,7 +166,7 @@ mod tests {
     #[test]
     fn records_tell_when_the_ticks_before_them_were_over() {
         let mut retention = Retention::new(640);
-        // The record of tick 7 was written again when its neighbour was.
+        // The record of tick 7 was written again with its neighbour.
         for (tick, used_s) in [(7, 995), (3, 100), (9, 500), (5, 400), (20, 2000)] {
             retention.note_found(tick, used_s, 1000);
         }

@@ -32,16 +32,16 @@ pub struct Transfer {
 pub struct Granted {
     /// `None` if there is nothing to copy.
     pub transfer: Option<Transfer>,
-    /// Blocks were left out because memory was short: the save may be asked for again.
+    /// Blocks were left out because memory was short: the client may ask for the save again.
     pub refused: bool,
 }
 
 /// The most work that one step of a save does.
 #[derive(Clone, Copy, Debug)]
 pub struct SaveLimit {
-    /// Blocks that it looks at.
+    /// Blocks that the step looks at.
     pub blocks: u32,
-    /// Bytes of slots that it reserves; blocks that do not fit are left out.
+    /// Bytes of slots that the step reserves; blocks that do not fit are left out.
     pub bytes: u64,
 }
 
@@ -56,10 +56,10 @@ impl SaveLimit {
 /// The result of a step of a save.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SaveProgress {
-    /// Slots that it has reserved; there is more to do.
+    /// Slots that this step has reserved; more steps follow.
     More(Vec<Extent>),
-    /// Its last slots: the copies may begin, and [`Engine::end_transfer`] follows. If no step has reserved
-    /// any, the save has ended.
+    /// The last slots: the copies may begin, and [`Engine::end_transfer`] follows. If no step has reserved
+    /// a slot, the save has ended.
     Ended {
         /// Slots of this step.
         extents: Vec<Extent>,
@@ -71,9 +71,9 @@ pub enum SaveProgress {
 /// Why a payload got no slot in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SlotRefusal {
-    /// Everything that could make room is in use: the save may be asked for again.
+    /// Everything that could make room is in use: the client may ask for the save again.
     Full,
-    /// The policy keeps the payloads that are there.
+    /// The policy keeps the payloads that are in the arena.
     NotAdmitted,
 }
 
@@ -89,7 +89,7 @@ struct SavePlan<'a> {
 }
 
 impl SavePlan<'_> {
-    /// Counts a block that is looked at. False if the step has done enough.
+    /// Counts a block that is looked at. False if the step's limit is reached.
     fn look(&mut self) -> bool {
         let left = self.limit.blocks.checked_sub(1);
         self.limit.blocks = left.unwrap_or(0);
@@ -104,7 +104,7 @@ enum SaveStep {
 }
 
 impl Engine {
-    /// Reserves slots for the full blocks among a request's first tokens that are not cached and not
+    /// Reserves slots for the full blocks of a request's first tokens, except blocks that are cached or
     /// being saved, see [`SaveRequest`].
     pub fn begin_save(&mut self, session: SessionId, save: &SaveRequest<'_>) -> Granted {
         let Some(id) = self.start_save(session, save) else {
@@ -140,7 +140,7 @@ impl Engine {
         let (anchor, depth) = found.unwrap_or((NONE, 0));
         self.pins
             .used(ns, save.hashes, depth, self.now_ns, &self.residency);
-        // A request that has shrunk has nothing new.
+        // A request that has become shorter has no new blocks.
         self.counters.deduplicated_blocks += u64::from(depth.saturating_sub(known));
         let blocks = self.blocks_offered(request, depth);
         // The chain down to the anchor stays while its descendants are being added.
@@ -149,7 +149,7 @@ impl Engine {
         }
         let mut next = depth + 1;
         if blocks.not_admitted > 0 {
-            // The blocks before were weighed, and are not saved.
+            // The policies have weighed the blocks before, which are not saved.
             next = next.max(blocks.offered + 1);
         }
         let cursor = SaveCursor {
@@ -222,7 +222,7 @@ impl Engine {
         ns == Some(plan.cursor.ns) && (tail == NONE || !self.residency.has_left_index(tail))
     }
 
-    /// Does a step's work. Returns whether the save has ended.
+    /// Carries out a step. Returns whether the save has ended.
     fn go_on(&mut self, plan: &mut SavePlan<'_>) -> bool {
         match self.fill_gaps(plan) {
             Ok(true) => self.add_to_chain(plan) && self.extend_chain(plan),
@@ -235,8 +235,8 @@ impl Engine {
         }
     }
 
-    /// Moves the save's lease from `leased` to the deepest node of its chain, or ends it with the save. Returns whether
-    /// the save has ended.
+    /// Moves the save's lease from `leased` to the deepest node of its chain, or ends the lease if the save has ended.
+    /// Returns whether the save has ended.
     fn lease_tail(&mut self, plan: &mut SavePlan<'_>, leased: NodeId, ended: bool) -> bool {
         let (tail, epoch) = plan.tail;
         let is_live = tail != NONE && self.residency.forest().is_live(tail, epoch);
@@ -291,7 +291,7 @@ impl Engine {
         SaveProgress::Ended { extents, refused }
     }
 
-    /// Which blocks the policies have weighed. A block that was not admitted then may be here now.
+    /// Which blocks the policies have weighed. A block that was not admitted may be in the index now.
     fn blocks_offered(&self, request: Option<RequestId>, depth: u32) -> BlockOffers {
         let mut blocks =
             request.map_or_else(BlockOffers::default, |id| self.sessions.requests[id].offers);
@@ -301,8 +301,8 @@ impl Engine {
         blocks
     }
 
-    /// Reserves slots, front to back, for required payloads that are missing in the middle of the chain that existed when
-    /// the save began. Returns whether all are done; `Err` if one is refused.
+    /// Reserves slots, front to back, for required payloads that are missing in the middle of the chain that existed
+    /// when the save began. Returns whether all gaps are filled; `Err` if a slot is refused.
     fn fill_gaps(&mut self, plan: &mut SavePlan<'_>) -> Result<bool, SlotRefusal> {
         // The save's lease keeps these nodes: they are the tail, and nodes above.
         while plan.cursor.gaps.at != NONE {
@@ -318,7 +318,7 @@ impl Engine {
                 return Ok(false);
             }
             if plan.cursor.gaps.at == NONE && !plan.cursor.gaps.found.is_empty() {
-                // The blocks behind are used, too: they are about to be in reach again.
+                // The blocks below are used, too: lookups are about to reach them again.
                 self.residency.renew(plan.tail.0);
             }
         }
@@ -341,7 +341,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Adds new blocks to the end of the chain, front to back, as far as there are slots. Returns whether all are done.
+    /// Adds new blocks to the end of the chain, front to back, as far as there are slots. Returns whether no block is
+    /// left to add.
     fn extend_chain(&mut self, plan: &mut SavePlan<'_>) -> bool {
         while let Some(hash) = plan.hashes.get(plan.cursor.next as usize - 1) {
             if !plan.look() {
@@ -349,8 +350,8 @@ impl Engine {
             }
             let found = self.residency.forest().find(plan.cursor.ns, &hash);
             if let Some(node) = found {
-                // Another session has saved it since the last step. Below another parent: the caller's
-                // hashes are no chain.
+                // Another session has saved the block since the last step. If its parent is not the tail, the
+                // caller's hashes are no chain.
                 if plan.tail.0 == NONE || self.residency.node(node).parent() != plan.tail.0 {
                     return true;
                 }
@@ -366,14 +367,14 @@ impl Engine {
     /// Adds one block to the chain, if the policy admits it and there are slots.
     fn extend_by(&mut self, plan: &mut SavePlan<'_>, depth: u32, hash: BlockHash) -> SaveStep {
         let fingerprint = hash.fingerprint();
-        // A block that is asked for again after it found no room was weighed then.
+        // A block that found no room before was weighed then.
         let hit_class = if depth > plan.cursor.blocks.offered {
             self.offer_block(fingerprint)
         } else {
             0
         };
         if plan.cursor.blocks.not_admitted > 0 {
-            // No lookup reaches a block behind one that is not here.
+            // No lookup reaches a block behind a missing block.
             plan.cursor.blocks.offered = plan.cursor.blocks.offered.max(depth);
             self.residency.refuse_block(fingerprint, hit_class);
             return SaveStep::Block;
@@ -398,7 +399,7 @@ impl Engine {
         }
         plan.cursor.blocks.offered = plan.cursor.blocks.offered.max(depth);
         if self.residency.node(node).required() == 0 {
-            // Nothing has to be copied for it.
+            // Nothing has to be copied for this block.
             let mut visible = Vec::new();
             self.residency.propagate_visible(node, &mut visible);
             self.writeback
@@ -408,13 +409,13 @@ impl Engine {
         SaveStep::Block
     }
 
-    /// Reserves slots for the optional payloads that are offered of the nodes of the chain that were here when the save
-    /// began. Returns whether all are done.
+    /// Reserves slots for offered optional payloads at the nodes of the chain that were in the index when the save
+    /// began. Returns whether all offers were looked at.
     fn add_to_chain(&mut self, plan: &mut SavePlan<'_>) -> bool {
         while let Some(offer) = plan.cursor.offers.get(plan.cursor.next_offer.0) {
             let first = offer.first_block.max(plan.cursor.next_offer.1);
             match self.add_offer(plan, offer, first) {
-                // The next step continues there.
+                // The next step continues at this block.
                 Some(Err(block)) => {
                     plan.cursor.next_offer.1 = block;
                     return false;
@@ -426,8 +427,8 @@ impl Engine {
         true
     }
 
-    /// Reserves slots for the blocks of an offer from `first` on. `Err`: the step has done enough before
-    /// that block. `None`: no other offer is taken.
+    /// Reserves slots for the blocks of an offer from `first` on. `Err`: the step's limit was reached before
+    /// this block. `None`: no other offer is taken.
     fn add_offer(
         &mut self,
         plan: &mut SavePlan<'_>,
@@ -463,15 +464,15 @@ impl Engine {
         Some(Ok(()))
     }
 
-    /// Offers a block that is in no tier to the policies; returns the hit class that it enters
-    /// with.
+    /// Offers a block that is in no tier to the policies; returns the hit class with which the block
+    /// enters.
     fn offer_block(&mut self, fingerprint: u64) -> u8 {
         let hit_class = self.residency.offer_block(fingerprint);
         let again = self.writeback.was_offered(fingerprint);
         hit_class.max(u8::from(again))
     }
 
-    /// Reserves a new node's slots. `Err` if a required one is refused.
+    /// Reserves a new node's slots. `Err` if the slot of a required payload is refused.
     fn fill_node(
         &mut self,
         node: NodeId,
@@ -507,7 +508,8 @@ impl Engine {
         group: u8,
         hit_class: u8,
     ) -> Result<(), SlotRefusal> {
-        // A payload reaches disk only through the arena: the disk's policy decides there.
+        // With disks, the arena admits each payload: payloads reach disk through the arena, and the disk's policy
+        // decides.
         let weighs = self.residency.disks().is_empty();
         let residency = &mut self.residency;
         let bytes = residency.slot_bytes(node, group);
@@ -526,7 +528,8 @@ impl Engine {
         }
     }
 
-    /// The copies of some of a save's payloads have ended: they are readable, or their slots are freed.
+    /// Ends the copies of some of a save's payloads: with `ok` the payloads become readable, else their slots are
+    /// freed.
     pub(super) fn end_saved(&mut self, payloads: &[(NodeId, u8)], ok: bool) {
         self.residency.allow_rest(self.config.tells);
         let mut visible = Vec::new();

@@ -14,29 +14,29 @@ pub(super) struct SaveCursor {
     pub(super) hash_blocks: u32,
     pub(super) gaps: Gaps,
     pub(super) offers: Offers,
-    /// Hash blocks of the chain that were here when it began.
+    /// Hash blocks of the chain that were in the index when the save began.
     pub(super) depth: u32,
     /// The first hash block that has not been looked at.
     pub(super) next: u32,
-    /// The offer, and its block, to be looked at next.
+    /// The index of the offer, and the block in the offer, to be looked at next.
     pub(super) next_offer: (usize, u32),
     /// Which blocks the policies have weighed for this request.
     pub(super) blocks: BlockOffers,
     /// The deepest node of the chain so far, which is leased, or `NONE`.
     pub(super) tail: NodeId,
-    /// Hash blocks of the chain that are here now.
+    /// Hash blocks of the chain that are in the index now.
     pub(super) here: u32,
     /// A block was left out because memory was short.
     pub(super) refused: bool,
 }
 
-/// The nodes of a chain whose required payloads were evicted from its middle.
+/// The nodes in the middle of a chain whose required payloads were evicted.
 #[derive(Debug)]
 pub(super) struct Gaps {
-    /// The node that is looked at next, on the way up from the anchor to the first that lookups reach;
+    /// The node to be looked at next, on the way up from the anchor to the first node that lookups reach;
     /// `NONE` when all have been looked at.
     pub(super) at: NodeId,
-    /// Nodes that have been found and not been filled, the deepest first.
+    /// Gaps that were found and are not filled yet, the deepest first.
     pub(super) found: Vec<NodeId>,
 }
 

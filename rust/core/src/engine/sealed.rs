@@ -18,7 +18,7 @@ pub(super) fn write_id(started_ns: u64, config: &EngineConfig) -> u64 {
 }
 
 /// The transfer of a payload between its slots in the arena and on disk, if its directory's store is encrypted.
-/// `write_id` is the number of the write: of this one, or of the one whose bytes are read.
+/// `write_id` is the number of the write that this transfer is, or whose bytes this transfer reads.
 pub(super) fn sealed_transfer(
     token: u64,
     (reads, write_id): (bool, u64),

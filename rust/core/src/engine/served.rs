@@ -17,7 +17,7 @@ pub struct HitExtents {
     lease: NodeId,
     /// The node to be looked at next.
     at: NodeId,
-    /// By group: the depth after which its blocks are needed.
+    /// For each group: the depth after which the hit needs the group's blocks.
     after: Vec<u32>,
     /// Nodes that remain.
     nodes: u32,
@@ -30,7 +30,7 @@ impl HitExtents {
         self.blocks
     }
 
-    /// Whether all extents have been told.
+    /// Whether all extents have been listed.
     pub fn is_told(&self) -> bool {
         self.nodes == 0
     }
@@ -72,8 +72,8 @@ impl Engine {
         })
     }
 
-    /// The extents of the next `nodes` hash blocks, front to back; the blocks before them come with the
-    /// next call. `None` when there are none, or if the request has another hit now.
+    /// The extents of the next `nodes` hash blocks, front to back; the next call lists the blocks before them.
+    /// `None` when no hash block is left, or if the request has another hit now.
     pub fn step_hit_extents(&self, hit: &mut HitExtents, nodes: u32) -> Option<Vec<Extent>> {
         let is_leased = self.sessions.requests.get(hit.request)?.lease == hit.lease;
         if !is_leased {
@@ -99,8 +99,8 @@ impl Engine {
         Some(self.residency.extents(&payloads))
     }
 
-    /// Begins a load as [`Engine::begin_load`] does, for a client that knows the extents of its hit: no extents are
-    /// listed.
+    /// Begins a load like [`Engine::begin_load`], for a client that knows the extents of its hit: this function lists
+    /// no extents.
     pub fn begin_known_load(
         &mut self,
         session: SessionId,
@@ -135,7 +135,7 @@ impl Engine {
             end / spec.hash_block_size,
             computed.0 / spec.hash_block_size,
         );
-        // A hit's payloads are in the arena. A shorter one may need others of a window or a state.
+        // The hit's payloads are in the arena. A shorter load may need other payloads of a window or a state.
         let depth = self.residency.node(hit).depth;
         let covers = boundary == depth || boundary < depth && spec.has_full_only();
         let is_sound = end.is_multiple_of(spec.hash_block_size) && spec.may_end(boundary);
@@ -167,8 +167,8 @@ impl Engine {
         Some(id_of(key))
     }
 
-    /// Ends a request's lookup unless it was answered with a hit: a worker may copy from the lease, for a load whose
-    /// begin has not reached the engine.
+    /// Ends a request's lookup unless the lookup was answered with a hit. After a hit, a worker may be copying from the
+    /// leased slots: the message that begins its load may not have reached the engine yet.
     pub fn end_unanswered(&mut self, session: SessionId, request: &str) {
         let Some(state) = self.sessions.request(session, request) else {
             return;
@@ -178,7 +178,7 @@ impl Engine {
         }
     }
 
-    /// Bytes of slots that saves under way have: those of a session, and those of all.
+    /// Bytes of the slots of saves under way: for one session, and for all sessions.
     pub fn save_bytes(&self, session: SessionId) -> (u64, u64) {
         let own = self.sessions.transfers_of(session).save_bytes;
         (own, self.sessions.all_transfers().save_bytes)
@@ -238,8 +238,8 @@ pub struct SessionUsage {
     pub answered: u64,
     /// Answered requests with a hit.
     pub hits: u64,
-    /// Bytes of the loads that have succeeded since.
+    /// Bytes of the loads that have succeeded since the session was opened.
     pub loaded_bytes: u64,
-    /// Bytes of the saves that have succeeded since.
+    /// Bytes of the saves that have succeeded since the session was opened.
     pub saved_bytes: u64,
 }

@@ -41,7 +41,7 @@ pub(super) struct SessionState {
 /// Counts of a session's operations since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SessionTotals {
-    /// Requests that were answered, and those of them with a hit.
+    /// Answered requests, and answered requests with a hit.
     pub(super) answered: u64,
     pub(super) hits: u64,
     /// Bytes of loads and saves that have succeeded.
@@ -115,9 +115,9 @@ pub(super) struct LoadPromise {
 pub(super) struct SaveTransfer {
     /// The payloads of each group, front to back.
     pub(super) payloads: Vec<(NodeId, u8)>,
-    /// How many of them, from the first, have ended.
+    /// Number of payloads, from the first on, whose copies have ended.
     pub(super) ended: usize,
-    /// While slots are still being reserved.
+    /// `Some` while slots are still being reserved.
     pub(super) cursor: Option<Box<SaveCursor>>,
 }
 
@@ -130,7 +130,7 @@ impl TransferState {
 /// Sessions, requests and transfers.
 ///
 /// Invariants: each request belongs to exactly one session, under its name; each transfer belongs to a
-/// session that is open; a request's and a load's lease is a live node; sums are those of the transfers.
+/// session that is open; a request's and a load's lease is a live node; the sums add up over the transfers.
 #[derive(Debug, Default)]
 pub(super) struct Sessions {
     sessions: SlotMap<SessionId, SessionState>,

@@ -6,7 +6,7 @@ use super::coordinator::Engine;
 use super::promotions::QueuePlace;
 use super::requests::{Promotion, RequestState};
 
-/// A device that was not polled for this many times the limit is held to be stalled.
+/// A device that was not polled for this many times the limit counts as stalled.
 const NO_POLL_STALLS: u64 = 5;
 
 impl Engine {
@@ -30,11 +30,11 @@ impl Engine {
         waited || promotion.is_some_and(|promotion| self.is_stalled(promotion))
     }
 
-    /// Whether a promotion waits for a device that does not answer. A promotion that waits for its turn does not,
-    /// however long the wait.
+    /// Whether a promotion waits for a device that does not answer. A promotion that waits for its turn is not stalled,
+    /// however long it waits.
     pub(super) fn is_stalled(&self, promotion: &Promotion) -> bool {
-        // If the process itself was held up, its reads may have ended meanwhile. But a device may hold up the polling
-        // thread for good.
+        // If the process was delayed, its reads may have ended meanwhile. But a device may block the polling thread for
+        // ever.
         let polled_ns = self.last_poll_ns.max(promotion.started_ns);
         let stall_ns = self.config.stall_ns;
         let after =
@@ -42,8 +42,8 @@ impl Engine {
         if self.now_ns >= after(polled_ns, NO_POLL_STALLS) {
             return true;
         }
-        // Reads in flight end, or their device is known not to answer. A read that finds no memory waits for as long as
-        // others are read from its device: then whoever holds the memory may wait for this one.
+        // Reads in flight end, or their device is known not to answer. A read that finds no memory waits while other
+        // reads of its device end. If none ends, the requests that hold the memory may be waiting for this request.
         let device = promotion.place.and_then(QueuePlace::device);
         let (Some(device), Some(short_ns)) = (device, promotion.short_ns) else {
             return false;

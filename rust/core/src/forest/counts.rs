@@ -6,9 +6,9 @@ use super::slab::{Linked, Slab};
 /// The counts of references to a node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
-    /// Its uses.
+    /// The node's uses.
     pub(super) uses: Uses,
-    /// Its children, detached ones included. In a free place: the next one.
+    /// The node's children, detached children included. In a free place: the next free place.
     pub(super) children: u32,
     /// Children that are active, by tier (see [`super::Forest::is_active`]).
     pub(super) active: [u32; 2],

@@ -10,13 +10,13 @@ use super::segment::{Segment, Tag};
 
 /// A segment with more nodes is split.
 const SEGMENT_MAX: usize = 832;
-/// Bits of a tag that choose a segment at most, the lower ones. Tags that are equal in all of them share one.
+/// Most bits of a tag, from the lowest, that choose a segment. Tags that are equal in all of them share a segment.
 const BITS_MAX: u32 = 24;
 
 const WORDS: usize = HASH_BYTES_MAX / 8;
 
-/// Extendible hashing: a directory of segments, each a table of its own. A full segment is split in two; the
-/// directory, four bytes for some hundred nodes, doubles when it must.
+/// Extendible hashing: a directory of segments, each a table of its own. A full segment is split in two. The
+/// directory, four bytes for some hundred nodes, doubles when a split needs one more bit.
 #[derive(Debug)]
 pub(super) struct HashIndex {
     /// The segment of each value of the lowest `bits` bits.
@@ -33,7 +33,7 @@ struct Keys([u64; WORDS + 1]);
 /// The two halves of a product: each depends on every bit of both factors.
 fn fold(left: u64, right: u64) -> u64 {
     let product = u128::from(left) * u128::from(right);
-    // Both halves, on purpose.
+    // The cast keeps the lower half.
     product as u64 ^ (product >> 64) as u64
 }
 
@@ -72,14 +72,14 @@ impl HashIndex {
         }
     }
 
-    /// Has segments for so many nodes, so that few of them are split or grow meanwhile. For an index without nodes.
+    /// Makes segments for this many nodes, so that few segments are split or grow later. For an index without nodes.
     pub(super) fn reserve(&mut self, nodes: usize) {
         assert_eq!(self.bits, 0, "an index with nodes grows by itself");
         let segments = nodes.div_ceil(SEGMENT_MAX).next_power_of_two();
         self.bits = segments.ilog2().min(BITS_MAX);
         self.directory = (0..1 << self.bits).collect();
         let share = nodes / self.directory.len();
-        // Some get more than their share.
+        // Some segments get more than their share of the nodes.
         let room = (share + share / 8).min(SEGMENT_MAX);
         let new = || Segment::new(self.bits, room);
         self.segments = std::iter::repeat_with(new)
@@ -87,12 +87,12 @@ impl HashIndex {
             .collect();
     }
 
-    /// A tag will be looked for soon.
+    /// Loads the place of a tag, which will be looked for soon, into the processor's cache.
     pub(super) fn prefetch(&self, tag: Tag) {
         prefetch(self.segment(tag).first(tag));
     }
 
-    /// Bytes that it takes.
+    /// Bytes that the index takes.
     pub(super) fn bytes(&self) -> u64 {
         let tables: usize = self.segments.iter().map(Segment::bytes).sum();
         let segments = self.segments.capacity() * size_of::<Segment>();
@@ -121,7 +121,7 @@ impl HashIndex {
         self.segment(tag).find(tag, is_it)
     }
 
-    /// Adds a node that is not there.
+    /// Adds a node that is not in the index.
     pub(super) fn insert(&mut self, tag: Tag, id: NodeId) {
         assert_ne!(id, NONE, "the last index means no node");
         work::index();
@@ -145,13 +145,13 @@ impl HashIndex {
         self.segments.push(other);
         let step = 1 << shared;
         let first = tag as usize % step;
-        // Every other place of the segment, those with the next bit set.
+        // Every second place of the segment: the places whose next bit is set.
         for place in (first + step..self.directory.len()).step_by(2 * step) {
             self.directory[place] = new;
         }
     }
 
-    /// Removes a node. False if it is not there.
+    /// Removes a node. False if it is not in the index.
     pub(super) fn remove(&mut self, tag: Tag, id: NodeId) -> bool {
         work::index();
         let at = self.at(tag);
@@ -170,7 +170,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// With few values of the tags' bits, many tags are equal, and those that are not lie close together.
+        /// With few values of the tags' bits, many tags are equal, and different tags lie close together.
         #[test]
         fn the_index_is_a_map_of_tags(
             mask in prop::sample::select(vec![u32::MAX, 0xFFFF_0000, 0x0000_FFFF, 0xF000_000F, 0x8000_0000]),

@@ -15,13 +15,13 @@ use crate::pool::Pool;
 struct Tree {
     /// The first of its roots that are in the index, or `NONE`.
     first_root: NodeId,
-    /// Detached ones included.
+    /// Number of nodes, detached nodes included.
     nodes: u32,
     /// Some of its nodes require a payload.
     has_required: bool,
 }
 
-/// A node as a record on disk names it.
+/// A node as described by a record on disk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FoundNode {
     pub(crate) ns: NsId,
@@ -37,7 +37,7 @@ pub(crate) struct FoundNode {
 pub struct Forest {
     nodes: Pool<Node>,
     side: Side,
-    /// The first of the free ids, or `NONE`; each names the next.
+    /// The first free id, or `NONE`; each free id holds the next.
     free: NodeId,
     live: usize,
     index: HashIndex,
@@ -60,7 +60,7 @@ impl Forest {
         }
     }
 
-    /// Adds a namespace; its index. `has_required` says whether some of its nodes will require a payload.
+    /// Adds a namespace; returns its index. `has_required`: whether some of its nodes will require a payload.
     pub fn add_namespace(&mut self, has_required: bool) -> NsId {
         let ns = NsId::try_from(self.trees.len()).expect("the engine limits its namespaces");
         self.trees.push(Tree {
@@ -71,7 +71,7 @@ impl Forest {
         ns
     }
 
-    /// Gives the index of a namespace without nodes to another.
+    /// Gives the index of a namespace without nodes to another namespace.
     pub(crate) fn replace_namespace(&mut self, ns: NsId, has_required: bool) {
         assert!(!self.has_nodes(ns), "namespace {ns} has nodes");
         self.trees[usize::from(ns)].has_required = has_required;
@@ -82,7 +82,7 @@ impl Forest {
         0..NsId::try_from(self.trees.len()).expect("`add_namespace` counts them")
     }
 
-    /// Nodes in the index and detached ones.
+    /// Number of nodes, in the index or detached.
     pub fn len(&self) -> usize {
         self.live
     }
@@ -92,7 +92,7 @@ impl Forest {
         self.len() == 0
     }
 
-    /// There will be so many nodes. For an empty forest.
+    /// Makes room for this many nodes. For an empty forest.
     pub(crate) fn reserve(&mut self, nodes: usize) {
         assert!(self.is_empty(), "nodes move");
         self.index.reserve(nodes);
@@ -103,7 +103,7 @@ impl Forest {
         self.index.tag(ns, hash)
     }
 
-    /// A key with this tag will be looked for soon.
+    /// Loads the place of a tag, which will be looked for soon, into the processor's cache.
     pub(crate) fn prefetch(&self, tag: Tag) {
         self.index.prefetch(tag);
     }
@@ -138,7 +138,7 @@ impl Forest {
         }
     }
 
-    /// Whether `id` still is the node that it was in `epoch`.
+    /// Whether `id` still names the node with this `epoch`.
     pub fn is_live(&self, id: NodeId, epoch: u32) -> bool {
         self.nodes
             .get(id as usize)
@@ -172,11 +172,11 @@ impl Forest {
             // If the hashes are no chain, only a node whose depth is its hash's position counts.
             (node.depth as usize == index + 1 && accept(&node)).then_some(id)
         };
-        // Up to `low` every probe has found a node, `best` the last of them; none has at `high`.
+        // Every probe up to `low` has found a node, the last of which is `best`. The probe at `high` has found none.
         let mut best = None;
         let mut low = 0;
         let mut high = hashes.len();
-        // A warm request is usually there to its end, a cold one not at all: look at both first.
+        // The index usually has all of a warm request, or nothing of a cold request: probe both ends first.
         if high > 0 {
             match probe(high - 1) {
                 Some(id) => {
@@ -240,9 +240,9 @@ impl Forest {
         id
     }
 
-    /// The node of a hash, and whether it is new: without one, [`FoundNode`] is added, with one group or more, of which
-    /// some are `required`. A node whose parent is not known yet is added among the roots; [`Forest::set_parent`] tells
-    /// the parent.
+    /// The node of a hash, and whether it is new. If there is none, adds the [`FoundNode`], with one group or more,
+    /// some of them `required`. A node whose parent is not known yet is added among the roots; [`Forest::set_parent`]
+    /// sets the parent.
     pub(crate) fn find_or_insert(
         &mut self,
         found: &FoundNode,
@@ -267,7 +267,7 @@ impl Forest {
         (id, true)
     }
 
-    /// Puts a node below its parent that was added without.
+    /// Sets the parent of a node that was added without a parent.
     pub(crate) fn set_parent(&mut self, id: NodeId, parent: NodeId) {
         assert_eq!(
             self.depth(parent) + 1,
@@ -279,7 +279,7 @@ impl Forest {
         self.link(id);
     }
 
-    /// The id of the next node that is added.
+    /// The id that the next added node gets.
     fn next_id(&self) -> NodeId {
         match self.free {
             NONE => {
@@ -291,7 +291,7 @@ impl Forest {
         }
     }
 
-    /// Puts a node where [`Forest::next_id`] says, and among the children of its parent.
+    /// Stores a node at the id of [`Forest::next_id`], and adds it to the children of its parent.
     fn put(&mut self, id: NodeId, mut node: Node) {
         let ns = node.ns;
         if self.free == NONE {
@@ -330,7 +330,7 @@ impl Forest {
         }
     }
 
-    /// Takes a node out of the index, and out of its parent's list of children. It counts among them until
+    /// Removes a node from the index, and from its parent's list of children. The parent counts it as a child until
     /// [`Forest::release`].
     pub fn unindex(&mut self, id: NodeId) {
         let node = self.node(id);
@@ -342,7 +342,7 @@ impl Forest {
         self.node_mut(id).set_reach(Reach::Detached);
     }
 
-    /// Takes a node out of its parent's list of children, or out of that of the roots.
+    /// Removes a node from its parent's list of children, or from the list of roots.
     fn unlink(&mut self, id: NodeId) {
         let links = self.node(id).links;
         let (next, prev) = (links.next, links.prev);
@@ -380,7 +380,7 @@ impl Forest {
         node.links.next = free;
     }
 
-    /// First child in the index, or `NONE`; further ones by [`Forest::next_sibling`].
+    /// First child in the index, or `NONE`; further children by [`Forest::next_sibling`].
     pub fn first_child(&self, id: NodeId) -> NodeId {
         self.node(id).links.first_child
     }
@@ -431,7 +431,7 @@ impl Forest {
         self.trees[usize::from(ns)].nodes
     }
 
-    /// The ancestor of `id` at `depth`, itself included.
+    /// The ancestor of `id` at `depth`; `id` itself at its own depth.
     pub fn ancestor(&self, mut id: NodeId, depth: u32) -> NodeId {
         while id != NONE && self.node(id).depth > depth {
             work::node();
@@ -443,8 +443,8 @@ impl Forest {
     /// Whether a node keeps its parent from being a leaf of `tier`: the node has a slot there, or it
     /// requires no payload and has a child that is active.
     ///
-    /// In a namespace where no node requires a payload, chains have any number of nodes without one, and no payload
-    /// depends on another. There only nodes with a slot are active.
+    /// In a namespace where no node requires a payload, chains have any number of nodes without a payload, and no
+    /// payload depends on another. There only nodes with a slot are active.
     pub fn is_active(&self, id: NodeId, tier: Tier) -> bool {
         let node = self.node(id);
         node.slots(tier) > 0
@@ -453,12 +453,12 @@ impl Forest {
                 && self.trees[usize::from(node.ns)].has_required
     }
 
-    /// How many ids there are, of live nodes and free: all lie below.
+    /// Number of ids given so far, of live and freed nodes: all ids are below this number.
     pub fn ids_given(&self) -> usize {
         self.nodes.len()
     }
 
-    /// Whether an id that was given is a live node's.
+    /// Whether a given id belongs to a live node.
     pub fn is_used(&self, id: NodeId) -> bool {
         self.node(id).depth > 0
     }

@@ -1,4 +1,4 @@
-//! The prefix forest: one node per block hash, a child's prefix extending its parent's.
+//! The prefix forest: one node per block hash; a child's prefix extends the parent's prefix.
 //!
 //! Invariant: **a node is in the index only while its parent is.** So presence along a chain of
 //! hashes is monotone, and the deepest present node is found by galloping and bisection.

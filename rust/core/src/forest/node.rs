@@ -20,17 +20,17 @@ impl DeviceIndex {
     /// The device at `index`, which is below [`DeviceIndex::COUNT_MAX`].
     ///
     /// # Panics
-    /// If it is not.
+    /// If `index` is not below this limit.
     pub fn new(index: usize) -> Self {
         Self(u8::try_from(index).expect("an engine has at most 256 directories"))
     }
 
-    /// As an index of the engine's list of directories.
+    /// The index in the engine's list of directories.
     pub fn index(self) -> usize {
         usize::from(self.0)
     }
 
-    /// As IO requests carry it.
+    /// The index as IO requests carry it.
     pub fn number(self) -> u16 {
         u16::from(self.0)
     }
@@ -78,7 +78,7 @@ pub enum DiskState {
     Present,
 }
 
-/// Where one group's payload at a node is. Slots count [`crate::slots::SLOT_ALIGN`] bytes.
+/// The places of one group's payload at a node. Slots are numbered in units of [`crate::slots::SLOT_ALIGN`] bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Payload {
     /// State in the arena.
@@ -89,12 +89,12 @@ pub struct Payload {
     pub host_slot: u32,
     /// Slot in the data file, while `disk` is `Writing` or `Present`.
     pub disk_slot: u32,
-    /// Checksum of the payload on disk, while `disk` is `Present`; the number of its write if the store is encrypted.
+    /// While `disk` is `Present`: checksum of the payload on disk, or in an encrypted store the number of its write.
     pub checksum: u64,
 }
 
 impl Payload {
-    /// Whether it has a slot in `tier`.
+    /// Whether the payload has a slot in `tier`.
     pub fn has_slot(&self, tier: Tier) -> bool {
         match tier {
             Tier::Host => self.host != HostState::Empty,
@@ -102,7 +102,7 @@ impl Payload {
         }
     }
 
-    /// Whether it can be read from `tier`.
+    /// Whether the payload can be read from `tier`.
     pub fn is_readable(&self, tier: Tier) -> bool {
         match tier {
             Tier::Host => self.host == HostState::Present,
@@ -110,14 +110,14 @@ impl Payload {
         }
     }
 
-    /// Whether a copy or an IO operation works on it, or a write of it is queued.
+    /// Whether the payload is being copied, read or written, or its write is queued.
     pub fn is_in_flight(&self) -> bool {
         matches!(self.host, HostState::Filling | HostState::Reading)
             || matches!(self.disk, DiskState::Queued | DiskState::Writing)
     }
 }
 
-/// How far a lookup reaches a node. Each state includes those before it.
+/// How far a lookup reaches a node, in ascending order: a node of the host chain is visible, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reach {
     /// Not in the index: it is freed when its last use ends.
@@ -133,12 +133,12 @@ pub enum Reach {
 /// Which payloads of a node may be evicted from a tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Evictability {
-    /// None.
+    /// No payload.
     #[default]
     Kept,
     /// Only payloads that a hit can do without.
     OptionalPayloads,
-    /// All: the node is a leaf of the tier.
+    /// All payloads: the node is a leaf of the tier.
     Leaf,
 }
 
@@ -156,7 +156,7 @@ pub struct Touch {
 pub struct Uses {
     /// Leases.
     pub pins: u32,
-    /// Leases of nodes below, whose hits need a payload here that other hits can do without.
+    /// Leases of nodes below whose hits need an optional payload of this node.
     pub holds: u32,
     /// Copies and IO operations in flight.
     pub busy: u32,
@@ -175,24 +175,24 @@ pub(super) struct Links {
 /// count. Fields that few nodes have lie elsewhere: see [`super::NodeRef`].
 #[derive(Clone, Debug)]
 pub struct Node {
-    /// Its block hash.
+    /// The node's block hash.
     pub hash: BlockHash,
     /// Disk directory of its payloads.
     pub device: DeviceIndex,
-    /// Its namespace.
+    /// The node's namespace.
     pub ns: NsId,
     /// Hash blocks from the root; 1 for the first.
     pub depth: u32,
-    /// Distinguishes the nodes that one index names over time.
+    /// Distinguishes the nodes that have the same id one after the other.
     pub epoch: u32,
     pub(super) links: Links,
     /// Flags, and above them the higher bits of the tick of the last touch.
     flags: u32,
     /// The lower bits of the tick.
     tick: u32,
-    /// Index of its [`super::counts::Counts`], or `NONE`: then the flags say them.
+    /// Index of the node's [`super::counts::Counts`], or `NONE` if the flags hold the counts.
     pub(super) counts: u32,
-    /// One payload, or where several are: see `payloads.rs`.
+    /// The payload of one group, or the places of several payloads: see `payloads.rs`.
     pub(super) payload: [u32; 4],
 }
 
@@ -223,13 +223,13 @@ pub(super) const ONE_REQUIRED: Bits = MANY.after(1);
 pub(super) const ONE_HOST: Bits = ONE_REQUIRED.after(2);
 pub(super) const ONE_DISK: Bits = ONE_HOST.after(2);
 pub(super) const ONE_SLOTS: [Bits; 2] = [ONE_DISK.after(1), ONE_DISK.after(1).after(1)];
-/// Without [`super::counts::Counts`]: how many children, and active ones by tier.
+/// Without [`super::counts::Counts`]: number of children, and number of active children by tier.
 pub(super) const FEW_CHILDREN: Bits = ONE_SLOTS[1].after(1);
 pub(super) const FEW_ACTIVE: [Bits; 2] = [FEW_CHILDREN.after(1), FEW_CHILDREN.after(1).after(1)];
 const TICK_HIGH: Bits = FEW_ACTIVE[1].after(12);
 const _: () = assert!(TICK_HIGH.shift + TICK_HIGH.count == u32::BITS);
 
-/// The last tick that a node can be touched at: one for each request, for centuries.
+/// The last tick at which a node can be touched. With one tick for each request, it is centuries away.
 pub const TICK_MAX: u64 = (1 << (32 + TICK_HIGH.count)) - 1;
 
 const REACHES: [Reach; 4] = [
@@ -286,7 +286,7 @@ impl Node {
         self.links.parent
     }
 
-    /// Whether a lookup finds it.
+    /// How far a lookup reaches the node.
     pub fn reach(&self) -> Reach {
         REACHES[self.get(REACH) as usize]
     }
@@ -296,7 +296,7 @@ impl Node {
         self.put(REACH, reach as u32);
     }
 
-    /// Whether a required payload was evicted although the nodes below have theirs.
+    /// Whether a required payload was evicted although the nodes below keep their payloads.
     pub fn is_gap(&self) -> bool {
         self.has(GAP)
     }
@@ -306,7 +306,7 @@ impl Node {
         self.put(GAP, u32::from(is_gap));
     }
 
-    /// When it was used.
+    /// When the node was used.
     pub fn touch(&self) -> Touch {
         Touch {
             last: u64::from(self.get(TICK_HIGH)) << 32 | u64::from(self.tick),
@@ -343,7 +343,7 @@ impl Node {
         self.put(EVICTABILITY[tier as usize], evictability as u32);
     }
 
-    /// Whether it has left the index.
+    /// Whether the node has left the index.
     pub fn is_detached(&self) -> bool {
         self.reach() == Reach::Detached
     }

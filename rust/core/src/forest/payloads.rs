@@ -1,5 +1,6 @@
-//! A node's payloads, as they lie in memory. With one group, its payload lies in the node. With several, those that
-//! are in some tier lie in a list, in the order of their groups: most blocks of windows and states are nowhere.
+//! A node's payloads, as they lie in memory. With one group, the payload lies in the node. With several groups, the
+//! payloads that are in some tier lie in a list, in the order of their groups: most blocks of windows and states are in
+//! no tier.
 
 use super::node::{
     DiskState, HostState, MANY, NONE, Node, ONE_DISK, ONE_HOST, ONE_REQUIRED, ONE_SLOTS, Payload,
@@ -23,7 +24,7 @@ const DISK_STATES: [DiskState; 4] = [
 /// The payload of one of several groups.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
-    /// The next one of the node, or `NONE`. In a free place: the next one.
+    /// The next entry of the node, or `NONE`. In a free place: the next free place.
     next: u32,
     group: u8,
     host: HostState,
@@ -56,7 +57,7 @@ fn payload(host: HostState, disk: DiskState, words: [u32; 4]) -> Payload {
 }
 
 /// Fields of a node with several groups, in its `payload`: the beginning of the list, the required groups, the number
-/// of groups, and those that have a slot, by tier.
+/// of groups, and by tier the number of payloads with a slot.
 const FIRST: usize = 0;
 const REQUIRED: usize = 1;
 const GROUPS: usize = 2;
@@ -89,18 +90,18 @@ impl Node {
         self.required() >> group & 1 == 1
     }
 
-    /// Indices of its groups.
+    /// Indices of the node's groups.
     pub fn groups(&self) -> std::ops::Range<u8> {
         let count = if self.has(MANY) {
             self.payload[GROUPS]
         } else {
             1
         };
-        // `GROUPS_MAX` is less.
+        // `GROUPS_MAX` is less than 256.
         0..count as u8
     }
 
-    /// Payloads with a slot in a tier.
+    /// Number of payloads with a slot in a tier.
     pub fn slots(&self, tier: Tier) -> u8 {
         let count = if self.has(MANY) {
             self.payload[SLOTS] >> (8 * tier as u32)
@@ -121,7 +122,7 @@ impl Node {
         }
     }
 
-    /// Whether it has no slot in any tier.
+    /// Whether the node has no slot in any tier.
     pub fn has_no_slots(&self) -> bool {
         Tier::ALL.iter().all(|&tier| self.slots(tier) == 0)
     }
@@ -191,7 +192,7 @@ impl Node {
     }
 }
 
-/// The payload at `at`, if it is that of `group`.
+/// The payload at `at`, if it belongs to `group`.
 fn entry_of(entries: &Slab<Entry>, at: u32, group: u8) -> Option<Payload> {
     let entry = (at != NONE).then(|| entries.get(at))?;
     (entry.group == group).then(|| payload(entry.host, entry.disk, entry.words))

@@ -5,25 +5,26 @@ use crate::work;
 
 use super::node::{NONE, NodeId};
 
-/// A part of the hash of a node's key. The higher bits say where in its table it is, the lower ones in which table.
+/// A part of the hash of a node's key. The lower bits choose the table of the node, the higher bits its place there.
 pub(crate) type Tag = u32;
 
 /// A slot without a node.
 const EMPTY: u64 = u64::MAX;
 const SLOTS_MIN: usize = 16;
-/// A table is full when so many sixteenths of its slots are used.
+/// A table is full when this many sixteenths of its slots are used.
 const FULL_16THS: usize = 14;
-/// Slots that are moved for about the cost of a cache miss.
+/// Number of slots that are moved for about the cost of one cache miss.
 const SLOTS_PER_UNIT: usize = 16;
 
 /// A table.
 ///
-/// Invariants: one slot is empty, so that every search ends; between a node's first slot and its own there is none.
+/// Invariants: at least one slot is empty, so that every search ends; no slot between a node's first slot and its own
+/// is empty.
 #[derive(Debug)]
 pub(super) struct Segment {
     slots: Box<[u64]>,
     nodes: u32,
-    /// How many of the lower bits all of its tags share.
+    /// Number of the lowest bits in which all tags of the table are equal.
     bits: u32,
 }
 
@@ -36,7 +37,7 @@ fn tag_of(slot: u64) -> Tag {
 }
 
 impl Segment {
-    /// A table with room for so many nodes.
+    /// A table with room for this many nodes.
     pub(super) fn new(bits: u32, nodes: usize) -> Self {
         let slots = (nodes * 16).div_ceil(FULL_16THS).max(SLOTS_MIN);
         Self {
@@ -58,9 +59,9 @@ impl Segment {
         size_of_val(&*self.slots)
     }
 
-    /// The slot from which on nodes with a tag lie.
+    /// The first slot in which a node with a tag may lie.
     fn home(&self, tag: Tag) -> usize {
-        // Below the number of slots.
+        // The result is below the number of slots.
         ((u64::from(tag) * self.slots.len() as u64) >> 32) as usize
     }
 
@@ -81,7 +82,7 @@ impl Segment {
             if slot == EMPTY {
                 return None;
             }
-            // The lower half.
+            // The lower half of a slot.
             let id = slot as NodeId;
             if tag_of(slot) == tag && is_it(id) {
                 return Some(id);
@@ -90,7 +91,7 @@ impl Segment {
         }
     }
 
-    /// Adds a node, and makes room for it.
+    /// Adds a node; grows the table if it is full.
     pub(super) fn insert(&mut self, tag: Tag, id: NodeId) {
         debug_assert_ne!(id, NONE, "that slot would be empty");
         if (self.len() + 1) * 16 > self.slots.len() * FULL_16THS {
@@ -108,7 +109,7 @@ impl Segment {
         self.nodes += 1;
     }
 
-    /// An eighth more slots.
+    /// Grows the table by an eighth of its slots.
     fn grow(&mut self) {
         let slots = self.slots.len();
         let room = (slots + slots / 8) * FULL_16THS / 16;
@@ -122,7 +123,7 @@ impl Segment {
                 work::index();
             }
             if is_for_it(tag_of(slot)) {
-                // The lower half.
+                // The lower half of a slot.
                 self.insert(tag_of(slot), slot as NodeId);
             }
         }
@@ -131,7 +132,7 @@ impl Segment {
     /// Splits off the nodes whose next bit is set.
     pub(super) fn split(&mut self) -> Self {
         let bit = 1 << self.bits;
-        // Each gets about a half.
+        // Each table gets about half of the nodes.
         let half = Self::new(self.bits + 1, self.len() / 2 + self.len() / 8);
         let mut other = Self::new(half.bits, self.len() / 2 + self.len() / 8);
         let before = std::mem::replace(self, half);
@@ -140,7 +141,7 @@ impl Segment {
         other
     }
 
-    /// Removes a node. False if it is not there.
+    /// Removes a node. False if it is not in the table.
     pub(super) fn remove(&mut self, tag: Tag, id: NodeId) -> bool {
         let wanted = slot(tag, id);
         let mut hole = self.home(tag);
@@ -150,7 +151,7 @@ impl Segment {
             }
             hole = self.next(hole);
         }
-        // Those behind move up, unless they would come before their first slot.
+        // The nodes behind move up, unless they would move before their first slot.
         let slots = self.slots.len();
         let behind = |from: usize, at: usize| (at + slots - from) % slots;
         let mut at = self.next(hole);

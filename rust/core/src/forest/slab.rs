@@ -3,7 +3,7 @@
 use super::node::NONE;
 use crate::pool::Pool;
 
-/// An element that can hold the index of another one while its place is free.
+/// An element that can hold an index of a place while its own place is free.
 pub(super) trait Linked {
     fn link(&mut self) -> &mut u32;
 }
@@ -12,7 +12,7 @@ pub(super) trait Linked {
 #[derive(Debug)]
 pub(super) struct Slab<T> {
     elements: Pool<T>,
-    /// The first of the free places, or `NONE`; each names the next.
+    /// The first free place, or `NONE`; each free place holds the index of the next.
     free: u32,
 }
 
@@ -24,7 +24,7 @@ impl<T: Linked> Slab<T> {
         }
     }
 
-    /// Adds an element; its index.
+    /// Adds an element; returns its index.
     pub(super) fn insert(&mut self, element: T) -> u32 {
         if self.free == NONE {
             let index = u32::try_from(self.elements.len()).ok();
@@ -54,7 +54,7 @@ impl<T: Linked> Slab<T> {
         &mut self.elements[index as usize]
     }
 
-    /// Bytes that it takes.
+    /// Bytes that the elements and free places take.
     pub(super) fn bytes(&self) -> u64 {
         self.elements.bytes()
     }

@@ -1,4 +1,4 @@
-//! A node with its fields that lie elsewhere.
+//! A node together with its fields outside the node.
 
 use std::ops::{Deref, DerefMut};
 
@@ -7,7 +7,7 @@ use super::node::{Node, Payload, Tier, Uses};
 use super::payloads::{Entry, Payloads};
 use super::slab::Slab;
 
-/// Fields that few nodes have, or nodes with several groups only.
+/// Fields that few nodes have, or only nodes with several groups.
 #[derive(Debug)]
 pub(super) struct Side {
     pub(super) counts: Slab<Counts>,
@@ -44,12 +44,12 @@ impl<'a> NodeRef<'a> {
         self.counts().active[tier as usize]
     }
 
-    /// Uses that keep it and its payloads.
+    /// Uses that keep the node and its payloads.
     pub fn uses(self) -> Uses {
         self.counts().uses
     }
 
-    /// Whether nothing refers to it but its children.
+    /// Whether nothing except its children refers to the node.
     pub fn is_idle(self) -> bool {
         let uses = self.uses();
         uses.pins == 0 && uses.busy == 0

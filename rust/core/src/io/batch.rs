@@ -1,15 +1,14 @@
-//! Holding writes back until they are worth a call.
+//! Writes wait until enough of them for one call have come.
 //!
-//! No request waits for a write, and one write at a time costs most. So while the device has enough to do, writes wait
-//! until they are many: those of adjacent slots then become one transfer to the device, and all of them one call to the
-//! kernel.
+//! No request waits for a write, and single writes cost most. So while the device has enough to do, writes wait until
+//! there are many: writes to adjacent slots then become one transfer to the device, and one call submits all writes to
+//! the kernel.
 
 use std::collections::VecDeque;
 
 /// Bytes in flight that keep a device busy, and bytes of waiting writes that are worth a batch.
 pub(super) const BATCH_BYTES: u64 = 1 << 20;
-/// Number of waiting writes that is worth a batch: the kernel joins transfers only where it gets more than two at a
-/// time.
+/// Number of waiting writes that is worth a batch: the kernel joins transfers only if it gets more than two at a time.
 const BATCH_PIECES: usize = 4;
 
 /// Whether the waiting writes are worth a call.
@@ -17,8 +16,8 @@ pub(super) fn is_many(pieces: usize, bytes: u64) -> bool {
     pieces >= BATCH_PIECES && bytes >= BATCH_BYTES
 }
 
-/// Writes that wait until there are more of them, or until the device has ended other writes. The device then gets
-/// more at once.
+/// Writes that wait until more writes have come, or until the device has ended other writes. The device then gets
+/// several writes at once.
 #[derive(Debug)]
 pub(super) struct Batch {
     held: VecDeque<Held>,
@@ -28,7 +27,7 @@ pub(super) struct Batch {
     moving_bytes: u64,
 }
 
-/// A write, as the number of its operation and of its pieces.
+/// A write: the number of its operation, and how many pieces it has.
 #[derive(Clone, Copy, Debug)]
 struct Held {
     index: u16,
@@ -90,7 +89,7 @@ impl Batch {
         }
     }
 
-    /// A write that was let go has ended.
+    /// Counts the end of a write that was moved to `ready`.
     pub(super) fn ended(&mut self, bytes: u32) {
         self.moving -= 1;
         self.moving_bytes -= u64::from(bytes);

@@ -1,4 +1,4 @@
-//! Checksums of payloads in the arena, on the thread that waits for the device, a part of one at a time.
+//! Checksums of payloads in the arena, computed on the thread that waits for the device, a part of a payload at a time.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use super::{ChecksumRequest, IoCompletion, IoFault};
 use crate::arena::Arena;
 use crate::checksum::RunningChecksum;
 
-/// Checksums to compute, in the order in which they were asked for.
+/// Checksums to compute, in the order of their requests.
 #[derive(Debug)]
 pub struct ChecksumQueue {
     arena: Arc<Arena>,
     requests: VecDeque<ChecksumRequest>,
-    /// The bytes of the first request that are summed, and their checksum.
+    /// Number of bytes of the first request that are summed, and their checksum.
     done: u32,
     sum: RunningChecksum,
 }
@@ -30,18 +30,18 @@ impl ChecksumQueue {
         }
     }
 
-    /// Whether nothing is to be computed.
+    /// Whether no checksum is left to compute.
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// Takes requests.
+    /// Adds requests.
     pub fn extend(&mut self, requests: impl IntoIterator<Item = ChecksumRequest>) {
         self.requests.extend(requests);
     }
 
-    /// Sums at most `most` bytes. Pushes the completions of the requests that are done to `out`: the checksum, or
-    /// EINVAL for a range outside the arena.
+    /// Sums at most `most` bytes. Pushes the completions of finished requests to `out`: the checksum, or EINVAL for a
+    /// range outside the arena.
     pub fn advance(&mut self, mut most: u32, out: &mut Vec<IoCompletion>) {
         while most > 0
             && let Some(&ChecksumRequest {

@@ -11,7 +11,7 @@ use crate::cipher::Binding;
 /// Alignment of every file offset, arena offset and length in an O_DIRECT transfer, in bytes.
 pub const IO_ALIGN: u64 = 4096;
 
-/// Which file of a disk directory.
+/// The files of a disk directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum FileKind {
     /// Superblock and namespace table.
@@ -22,7 +22,7 @@ pub enum FileKind {
     Data,
 }
 
-/// One operation. The completion has the same `token`, which means nothing here. Offsets and `len`
+/// One operation. The completion has the same `token`, which has no meaning to the IO engine. Offsets and `len`
 /// are multiples of [`IO_ALIGN`]; `payload_len <= len`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IoRequest {
@@ -59,7 +59,8 @@ pub enum IoRequest {
         /// Bytes that the checksum covers.
         payload_len: u32,
     },
-    /// As [`IoRequest::ReadPayload`] or [`IoRequest::WritePayload`], of a payload that is encrypted in the data file.
+    /// Like [`IoRequest::ReadPayload`] or [`IoRequest::WritePayload`], for a payload that is encrypted in the data
+    /// file.
     Sealed(Box<SealedTransfer>),
     /// Makes bytes of the data file read as zeros.
     Erase {
@@ -71,7 +72,7 @@ pub enum IoRequest {
         file_offset: u64,
         /// How many bytes.
         len: u32,
-        /// The filesystem gets their space back; otherwise the file keeps the space where it can.
+        /// Whether their space is returned to the filesystem. If not, the file keeps the space where it can.
         frees: bool,
     },
     /// Metadata -> table or super file; `bytes` is a multiple of [`IO_ALIGN`] long. With `sync`,
@@ -87,27 +88,27 @@ pub enum IoRequest {
         file_offset: u64,
         /// The bytes to write.
         bytes: Box<[u8]>,
-        /// Whether to wait until it is durable.
+        /// Whether to wait until the write is durable.
         sync: bool,
     },
 }
 
-/// A payload that is plain in the arena, and encrypted with its seal in the data file. Both directions complete with
-/// the checksum of the plain bytes. A read completes with [`IoFault::Corrupt`] if the bytes in the file are not those
-/// that were written, and with [`IoFault::Cipher`] if they are, and cannot be decrypted.
+/// A transfer of a payload that is plain in the arena, and encrypted with its seal in the data file. Both directions
+/// complete with the checksum of the plain bytes. A read completes with [`IoFault::Corrupt`] if the bytes in the file
+/// differ from the written bytes, and with [`IoFault::Cipher`] if they are the same and cannot be decrypted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SealedTransfer {
     /// Returned in the completion.
     pub token: u64,
-    /// Whether it goes from the file to the arena.
+    /// Whether the transfer is from the file to the arena.
     pub reads: bool,
     /// Index of the device (directory).
     pub device: u16,
-    /// Where it lies, in bytes from the start of the data file.
+    /// Where the payload lies in the data file, in bytes from the start of the file.
     pub file_offset: u64,
-    /// Bytes in the file: at least those of payload and seal.
+    /// Bytes in the file: at least the bytes of payload and seal.
     pub len: u32,
-    /// Where it lies, in bytes from the start of the arena.
+    /// Where the payload lies in the arena, in bytes from the start of the arena.
     pub arena_offset: u64,
     /// Bytes of the payload.
     pub payload_len: u32,
@@ -120,9 +121,9 @@ pub struct SealedTransfer {
 pub struct ChecksumRequest {
     /// Returned in the completion.
     pub token: u64,
-    /// Where it begins, in bytes from the start of the arena.
+    /// Where the payload begins, in bytes from the start of the arena.
     pub arena_offset: u64,
-    /// Its bytes.
+    /// Bytes of the payload.
     pub payload_len: u32,
 }
 
@@ -149,7 +150,7 @@ impl IoRequest {
         }
     }
 
-    /// Whether it is a read, which goes before writes.
+    /// Whether the operation is a read: reads start before writes.
     pub fn is_read(&self) -> bool {
         match self {
             Self::ReadPayload { .. } => true,
@@ -164,7 +165,7 @@ impl IoRequest {
 pub enum IoFault {
     /// The bytes read do not match their checksum.
     Corrupt,
-    /// The bytes read are whole, and no key decrypts them as the payload that was asked for.
+    /// The bytes read are whole, but no key decrypts them as the requested payload.
     Cipher,
     /// The file ended before the transfer was complete.
     Truncated,
@@ -195,14 +196,14 @@ pub struct IoCompletion {
     pub result: Result<u64, IoFault>,
 }
 
-/// Carries out operations. Owned by the IO thread alone: it may be made elsewhere, but the thread that
+/// Carries out operations. Owned by the IO thread alone: another thread may make the IO engine, but the thread that
 /// first submits or waits has to make all further calls, and drop it.
 ///
-/// Short transfers are resubmitted, EINTR and EAGAIN retried inside; neither reaches the caller.
+/// Short transfers are resubmitted, EINTR and EAGAIN are retried; the caller sees neither.
 /// Buffers: the arena outlives the engine (it holds an `Arc` of the mapping); metadata is owned by
 /// the operation until its completion.
 pub trait IoEngine: Send + std::fmt::Debug {
-    /// The arena that it moves bytes from and to.
+    /// The arena of the transfers.
     fn arena(&self) -> &Arc<Arena>;
     /// `"io_uring"`, `"thread_pool"`, ...; shown to the operator.
     fn name(&self) -> &'static str;
@@ -210,26 +211,25 @@ pub trait IoEngine: Send + std::fmt::Debug {
     fn depth(&self) -> usize;
     /// Operations submitted and not yet completed, of all devices.
     fn in_flight(&self) -> usize;
-    /// How many operations of a device may be submitted now. Operations that the device has done
+    /// How many operations of a device may be submitted now. Operations that the device has ended
     /// and that are still to be verified need not count.
     fn room(&self, device: u16) -> usize;
     /// Starts an operation. The caller does so only while its device has `room()`.
     fn submit(&mut self, request: IoRequest);
     /// Pushes completions to `out`. Blocks until there is at least one, [`Waker::wake`] was called,
-    /// or `timeout` has passed (`None`: no limit; zero: only the completions that are there
-    /// already).
+    /// or `timeout` has passed (`None`: no limit; zero: without blocking).
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>);
-    /// Gives the memory behind a range of the arena, which no operation uses, back to the system.
+    /// Returns the memory behind a range of the arena, which no operation uses, to the system.
     ///
     /// # Errors
-    /// As [`Arena::release`].
+    /// Like [`Arena::release`].
     fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()>;
     /// A handle by which other threads end a `wait`.
     fn waker(&self) -> Waker;
-    /// Gives a device that had [`DeviceFiles::absent`], and so no operations, its files.
+    /// Sets the files of a device that had [`DeviceFiles::absent`], and so no operations.
     ///
     /// # Errors
-    /// If they cannot be used.
+    /// If the files cannot be used.
     fn replace_files(&mut self, _device: u16, _files: DeviceFiles) -> std::io::Result<()> {
         Err(std::io::ErrorKind::Unsupported.into())
     }
@@ -240,7 +240,7 @@ pub trait IoEngine: Send + std::fmt::Debug {
 pub enum IoRoom<'a> {
     /// The same number on every device.
     Same(usize),
-    /// A number by the index of the device; none on others.
+    /// A number by the index of the device; 0 for further devices.
     Each(&'a [usize]),
 }
 
@@ -265,14 +265,14 @@ impl<'a> From<&'a [usize]> for IoRoom<'a> {
     }
 }
 
-/// The [`IoEngine::depth`] that gives a device up to `device_depth` reads, or as many writes, at a time. As many
-/// writes again are ready to follow at once. A quarter is added for reads, since a device may delay writes for
-/// seconds and still read.
+/// The [`IoEngine::depth`] with which a device has up to `device_depth` reads, or as many writes, at a time. The same
+/// number of further writes is ready to follow at once. A quarter is added for reads, since a device may delay writes
+/// for seconds and still read.
 pub(super) fn engine_depth(device_depth: usize) -> usize {
     2 * device_depth + device_depth.div_ceil(4)
 }
 
-/// How many reads, or writes, a device has at a time if its engine has this [`IoEngine::depth`].
+/// How many reads, or how many writes, a device has at a time if its engine has this [`IoEngine::depth`].
 pub(crate) fn device_depth(engine_depth: usize) -> usize {
     (engine_depth * 4 / 9).max(1)
 }

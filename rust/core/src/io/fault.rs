@@ -1,5 +1,5 @@
-//! Faults on purpose, for tests: below the retry logic of the real engines ([`Script`], [`Noise`]),
-//! and above it ([`FaultEngine`], a device that hangs or fails).
+//! Injected faults, for tests: below the retry logic of the real engines ([`Script`], [`Noise`]),
+//! and above the retry logic ([`FaultEngine`], a device that hangs or fails).
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,8 +12,8 @@ use super::fault_hook::{Call, CallKind, FaultHook, Verdict};
 use super::{DeviceFiles, IoCompletion, IoEngine, IoFault, IoRequest, Waker};
 use crate::arena::Arena;
 
-/// Verdicts for calls in order, each for the next call of its kind; a call of another kind passes
-/// meanwhile. Records every call. Clones share the script.
+/// Verdicts for calls, in order: each verdict is for the next call of its kind, and calls of other kinds
+/// pass meanwhile. Records every call. Clones share the script.
 #[derive(Clone, Debug, Default)]
 pub struct Script(Arc<Mutex<ScriptState>>);
 
@@ -73,7 +73,7 @@ impl FaultHook for Script {
 /// Rates of faults, in calls of a thousand.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rates {
-    /// A transfer moves a part only, of any length.
+    /// A transfer moves only a part, of any length.
     pub short: u32,
     /// EINTR or EAGAIN.
     pub interrupted: u32,
@@ -157,10 +157,10 @@ pub struct FaultEngine<E> {
     /// The device of each operation in flight, by its token.
     devices: HashMap<u64, u16>,
     held: Vec<IoCompletion>,
-    /// Reads of a slow device: when each may end, by its token, and when the last of them does.
+    /// Reads of a slow device: when each read may end, by its token, and when the last read ends.
     due: HashMap<u64, Instant>,
     busy_until: Option<Instant>,
-    /// The changes of the rate that these are of.
+    /// Number of changes of the rate when these times were set.
     read_rates: u64,
 }
 
@@ -182,7 +182,7 @@ struct Faults {
     hold: bool,
     held_devices: BTreeSet<u16>,
     read_rate: Option<f64>,
-    /// How often that was changed.
+    /// How often the rate was changed.
     read_rates: u64,
     reads: Option<i32>,
     writes: Option<i32>,
@@ -195,7 +195,7 @@ impl SharedFaults {
 }
 
 impl<E: IoEngine> FaultEngine<E> {
-    /// Without faults at first.
+    /// An engine without faults at first, and its control.
     pub fn new(inner: E) -> (Self, FaultControl) {
         let control = Arc::new(SharedFaults::default());
         let handle = FaultControl {
@@ -235,7 +235,7 @@ impl FaultControl {
         self.control.lock().held_devices.insert(device);
     }
 
-    /// Operations that were held back complete, and so do all later ones.
+    /// Operations that were held back complete, and so do all later operations.
     pub fn release(&self) {
         let mut faults = self.control.lock();
         faults.hold = false;
@@ -244,8 +244,8 @@ impl FaultControl {
         self.waker.wake();
     }
 
-    /// From now on reads of all devices together end at this rate in bytes a second, not at all if that is 0, or
-    /// as they come.
+    /// From now on reads of all devices together end at this rate in bytes a second; at 0 no read ends. `None`: no
+    /// limit.
     pub fn limit_reads(&self, bytes_per_s: Option<f64>) {
         let mut faults = self.control.lock();
         faults.read_rate = bytes_per_s;
@@ -327,7 +327,7 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
                 // The completion is there for the next wait.
                 self.inner.waker().wake();
             }
-            // Operations held back count, as they would in a real device.
+            // Operations held back count as in flight, as they would in a real device.
             None if is_full => {
                 let result = Err(IoFault::Os(Errno::BUSY.raw_os_error()));
                 self.held.push(IoCompletion { token, result });
@@ -343,7 +343,7 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
         if std::mem::replace(&mut self.read_rates, changes) != changes {
             self.due.clear();
             self.busy_until = None;
-            // Completions that were held back end now.
+            // Completions that were held back are delivered now.
             timeout = Some(Duration::ZERO);
         }
         let left = |due: &Instant| due.saturating_duration_since(Instant::now());

@@ -1,4 +1,4 @@
-//! The seam below the retry logic, at which tests make system calls fail or fall short.
+//! The hook below the retry logic, by which tests make system calls fail or move fewer bytes.
 
 use std::fmt::Debug;
 
@@ -9,13 +9,13 @@ use super::{FileKind, IO_ALIGN};
 /// A system call (or ring entry) about to be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// Its effect.
+    /// The kind of the call.
     pub kind: CallKind,
     /// Index of the device.
     pub device: u16,
-    /// Which of its files.
+    /// The device's file.
     pub file: FileKind,
-    /// Where in the file, in bytes.
+    /// Offset in the file, in bytes.
     pub file_offset: u64,
     /// Length in bytes; 0 for a sync.
     pub len: u32,
@@ -34,20 +34,20 @@ pub enum CallKind {
     Erase,
 }
 
-/// The fate of a call.
+/// How a call is carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is made.
+    /// The call is made.
     Pass,
-    /// It moves no more than this many bytes.
+    /// The call moves at most this many bytes.
     Short(u32),
-    /// It is not made, and fails with this error number.
+    /// The call is not made, and fails with this error number.
     Fail(i32),
-    /// It is made; then the bits of `mask` are flipped in the byte `at` of the result.
+    /// The call is made; then the bits of `mask` are flipped in the byte `at` of the result.
     Flip {
-        /// Which of the bytes read, from 0.
+        /// Index of the byte among the bytes read, from 0.
         at: u32,
-        /// The bits.
+        /// The bits to flip.
         mask: u8,
     },
 }
@@ -72,10 +72,10 @@ impl Verdict {
     }
 }
 
-/// Sees each call before it is made. The IO engines are generic over it, so that production pays
-/// nothing for [`Direct`].
+/// Sees each call before the call is made. The IO engines are generic over the hook, so that [`Direct`] costs
+/// production nothing.
 pub trait FaultHook: Send + Sync + Debug + 'static {
-    /// Decides about one call. Called from the engine's threads.
+    /// Returns the verdict on one call. Called from the engine's threads.
     fn on_call(&self, call: &Call) -> Verdict;
 }
 

@@ -1,4 +1,4 @@
-//! The choice of an IO engine, and a report on it.
+//! The choice of an IO engine, and a report on the chosen engine.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -21,7 +21,7 @@ pub enum IoEngineChoice {
     /// io_uring where it is allowed, else the thread pool.
     #[default]
     Auto,
-    /// io_uring or an error.
+    /// io_uring; an error where it is not allowed.
     IoUring,
     /// The thread pool.
     ThreadPool,
@@ -30,17 +30,17 @@ pub enum IoEngineChoice {
 /// The features that an engine was granted; shown to the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IoFeatures {
-    /// As [`IoEngine::name`].
+    /// The name, as in [`IoEngine::name`].
     pub engine: &'static str,
     /// Whether the data files of all devices bypass the page cache.
     pub o_direct: bool,
     /// Whether transfers use registered memory (the rest of the arena follows as it is populated).
     pub registered_buffers: bool,
-    /// Why it is not io_uring, if that was wanted.
+    /// Why the engine is not io_uring, if io_uring was preferred.
     pub fallback: Option<String>,
 }
 
-/// Opens an engine over the files of `devices`, which requests name by their index, that gives the device
+/// Opens an engine over the files of `devices`, which requests name by their index. The engine gives each device
 /// up to `depth` reads, or as many writes, at a time. The error of [`IoEngineChoice::IoUring`]
 /// names the remedy.
 pub fn open_io_engine(
@@ -71,7 +71,8 @@ pub fn open_io_engine(
     open_pool(depth, (arena, devices), fallback, None)
 }
 
-/// As [`open_io_engine`], for payloads that are encrypted on disk: the thread pool, whose threads encrypt and decrypt.
+/// Like [`open_io_engine`], for payloads that are encrypted on disk: opens the thread pool, whose threads encrypt and
+/// decrypt.
 pub fn open_encrypting_engine(
     depth: usize,
     arena: Arc<Arena>,
@@ -98,10 +99,10 @@ fn open_pool(
     Ok((Box::new(engine), features))
 }
 
-/// Whether this process may use io_uring; else why not, and the likely cause.
+/// Whether this process may use io_uring. The error says why not, with the likely cause.
 pub fn probe_io_uring() -> Result<(), String> {
     let arena = Arena::create(crate::arena::ARENA_ALIGN).map_err(|error| error.to_string())?;
-    // Registers a file of its own, as an engine registers those of its devices.
+    // Registers a file, as an engine registers the files of its devices.
     let file = arena
         .fd()
         .try_clone_to_owned()
@@ -155,7 +156,7 @@ mod tests {
             let (engine, features) = open(choice);
             assert_eq!(engine.name(), features.engine);
             assert_eq!(device_depth(engine.depth()), 4);
-            // Auto falls back with a reason or not at all; the thread pool by choice needs none.
+            // Auto falls back only with a reason; a thread pool by choice has no reason.
             let fell_back = choice == IoEngineChoice::Auto && engine.name() == "thread_pool";
             assert_eq!(features.fallback.is_some(), fell_back);
         }

@@ -47,9 +47,10 @@ impl DeviceFiles {
     }
 }
 
-/// Opens a file for reading and writing past the page cache (O_DIRECT), or through it where the filesystem cannot; says
-/// which. With `create`, makes it if it is missing. Its mode is 0600 under every umask, a symbolic link is not
-/// followed, and a file that another user may reach is refused.
+/// Opens a file for reading and writing past the page cache (O_DIRECT), or through the page cache if the filesystem
+/// lacks O_DIRECT. Returns whether the file bypasses the page cache. With `create`, makes the file if it is missing.
+/// The file's mode is 0600 under every umask, a symbolic link is not followed, and a file that another user may reach
+/// is refused.
 pub fn open_file(path: &Path, create: bool) -> io::Result<(OwnedFd, bool)> {
     let mut flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     if create {
@@ -69,8 +70,8 @@ pub fn open_file(path: &Path, create: bool) -> io::Result<(OwnedFd, bool)> {
     Ok((fd, direct))
 }
 
-/// Whether an open file is a regular one of this user without a second name: no other name or user
-/// sees the bytes written to it.
+/// Checks that an open file is a regular file of this user without a second name: no other name or user
+/// sees the bytes written to the file.
 ///
 /// # Errors
 /// Names the kind of the file. The error has no number of the operating system.

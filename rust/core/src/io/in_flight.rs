@@ -1,4 +1,4 @@
-//! Operations of the io_uring engine in flight, and those that wait for a device.
+//! Operations of the io_uring engine in flight, and operations that wait for a device.
 
 use std::collections::VecDeque;
 
@@ -7,14 +7,14 @@ use super::fault_hook::Verdict;
 use super::operation::{Operation, Progress, Summing};
 use super::{IoCompletion, IoFault, device_depth};
 
-/// The operations of one device, and those that wait for it.
+/// The operations of one device, in flight or waiting.
 #[derive(Debug)]
 pub(super) struct Lane {
     /// Pieces that wait for room in the ring.
     pub(super) ready: VecDeque<(u16, u16)>,
     /// Payload writes that wait for neighbours to join them, or for earlier writes to end.
     pub(super) batch: Batch,
-    /// Its entries in the kernel.
+    /// The device's entries in the kernel.
     pub(super) entries: usize,
     /// Operations whose transfers have not ended.
     pub(super) moving: usize,
@@ -37,7 +37,7 @@ impl Lane {
 /// The events that operations in flight wait for.
 #[derive(Debug)]
 pub(super) struct Queues {
-    /// Writes whose checksums are to be computed, with the epochs of their slots. The source stays as it is
+    /// Writes whose checksums are to be computed, with the epochs of their slots. The source does not change
     /// until the write has been delivered, so the device does not wait for the checksum.
     pub(super) unsummed: VecDeque<(u32, u16)>,
     /// The first of these checksums, as far as it is computed.
@@ -48,8 +48,8 @@ pub(super) struct Queues {
     pub(super) refused: Vec<IoCompletion>,
 }
 
-/// A slot for an operation in flight. The epoch tells its completions from those of the operations
-/// that had the place before.
+/// A slot for an operation in flight. The epoch distinguishes its completions from the completions of earlier
+/// operations in the same slot.
 #[derive(Debug, Default)]
 pub(super) struct Slot {
     pub(super) epoch: u32,

@@ -1,11 +1,11 @@
-//! Moving bytes between the arena and files. This layer knows files and buffers, never keys.
+//! Moving bytes between the arena and files. This layer knows files and buffers, but no keys of blocks.
 //!
 //! The engine produces [`IoRequest`]s and consumes [`IoCompletion`]s; an [`IoEngine`] carries them
 //! out. Three implementations: io_uring ([`uring`]), a thread pool ([`pool`]) and a fault injector
 //! ([`fault`]) that wraps either.
 //!
-//! Checksums are computed here, outside the engine's lock: over the first `payload_len` bytes, of
-//! the source before a write is submitted, and of the destination after a read has completed.
+//! Checksums are computed here, outside the engine's lock, over the first `payload_len` bytes: of
+//! the source of a write, and of the destination after a read has completed.
 //!
 //! Payloads that are encrypted on disk go through the thread pool, whose threads encrypt and decrypt (`sealed.rs`).
 

@@ -1,4 +1,4 @@
-//! The common part of both IO engines: requests checked and made ready, and the next action after
+//! The common part of both IO engines: checks and preparation of requests, and the next action after
 //! each system call.
 
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use crate::arena::Arena;
 use crate::checksum::RunningChecksum;
 use crate::cipher::{Binding, SEAL_BYTES};
 
-/// The flags of fallocate for an erasure, in the order in which they are tried. Both keep the file's size; with the
-/// first the file keeps the space, too, and some filesystems lack it.
+/// The flags of fallocate for an erasure, in the order of the attempts. Both keep the file's size. The first also keeps
+/// the file's space, but some filesystems lack this mode.
 pub(super) const ERASE_MODES: [u32; 2] = [
     FallocateFlags::ZERO_RANGE
         .union(FallocateFlags::KEEP_SIZE)
@@ -31,7 +31,7 @@ const RETRIES_MAX: u32 = 128;
 /// How often a call that moved less than a unit is repeated in a row, interrupted calls included.
 const STALLS_MAX: u32 = 32;
 
-/// A request whose every field has been checked.
+/// A request all of whose fields have been checked.
 #[derive(Debug)]
 pub(super) struct Operation {
     pub(super) token: u64,
@@ -69,7 +69,7 @@ pub(super) enum Body {
 }
 
 impl Operation {
-    /// Checks a request: EINVAL for a device, range or alignment that cannot be.
+    /// Checks a request: EINVAL for an impossible device, range or alignment.
     pub(super) fn new(request: IoRequest, arena: &Arena, devices: usize) -> Result<Self, IoFault> {
         let (token, device, file, file_offset, len, body) = match request {
             IoRequest::ReadPayload {
@@ -160,7 +160,7 @@ impl Operation {
         }
     }
 
-    /// As [`Operation::new`], and EINVAL for an encrypted payload.
+    /// Like [`Operation::new`], and EINVAL for an encrypted payload.
     pub(super) fn plain(
         request: IoRequest,
         arena: &Arena,
@@ -233,14 +233,15 @@ impl Operation {
         matches!(self.body, Body::Meta { sync: true, .. })
     }
 
-    /// The checksum of the source of a write; 0 for others.
+    /// The checksum of the source of a write; 0 for other operations.
     pub(super) fn source_checksum(&self, arena: &Arena) -> u64 {
         let mut summing = Summing::default();
         while !self.sum(arena, &mut summing, u32::MAX) {}
         summing.finish()
     }
 
-    /// Adds the next bytes of the source of a write to its checksum, at most `most`. Whether it is whole.
+    /// Adds the next bytes of the source of a write to its checksum, at most `most`. Returns whether the checksum is
+    /// complete.
     pub(super) fn sum(&self, arena: &Arena, summing: &mut Summing, most: u32) -> bool {
         let Body::Write {
             arena_offset,
@@ -251,7 +252,7 @@ impl Operation {
         };
         let len = most.min(payload_len - summing.done);
         let from = arena_offset + u64::from(summing.done);
-        // In range: checked when the request came.
+        // The range was checked when the request came.
         let added = arena.sum_running(&mut summing.sum, from, u64::from(len));
         summing.done += len;
         added.is_err() || summing.done == payload_len
@@ -270,7 +271,7 @@ impl Operation {
         }
     }
 
-    /// The result once everything was transferred; `written` is the checksum of the source.
+    /// The result after the whole transfer; `written` is the checksum of the source.
     pub(super) fn verify(&self, arena: &Arena, written: u64) -> Result<u64, IoFault> {
         match self.body {
             Body::Read {
@@ -286,7 +287,7 @@ impl Operation {
     }
 }
 
-/// How far the checksum of a source is.
+/// The progress of the checksum of a source.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Summing {
     done: u32,
@@ -300,7 +301,7 @@ impl Summing {
     }
 }
 
-/// How far the transfer of one contiguous piece is.
+/// The progress of the transfer of one contiguous piece.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Progress {
     len: u32,
@@ -336,7 +337,7 @@ impl Progress {
 
     /// Takes the outcome of a call for `remaining()` bytes.
     ///
-    /// A short transfer goes on behind its last whole unit of [`IO_ALIGN`], as O_DIRECT asks for:
+    /// A short transfer continues behind its last whole unit of [`IO_ALIGN`], as O_DIRECT requires:
     /// the bytes after that unit are transferred again.
     pub(super) fn advance(&mut self, outcome: Result<u32, Errno>, reading: bool) -> Next {
         let limit = match outcome {
@@ -379,7 +380,7 @@ impl AlignedBuffer {
         buffer
     }
 
-    /// So many zeros.
+    /// A buffer of `len` zeros.
     pub(super) fn zeros(len: usize) -> Self {
         let align = IO_ALIGN as usize;
         let mut memory = vec![0; len + align];

@@ -17,7 +17,7 @@ use super::{DRAIN_LIMIT, DeviceFiles, IoCompletion, IoEngine, IoFault, IoRequest
 use crate::arena::Arena;
 use crate::cipher::PayloadCipher;
 
-/// More threads for a device than this gain nothing: it is busy with fewer large transfers.
+/// More threads for a device than this gain nothing: fewer large transfers keep the device busy.
 const THREADS_MAX: usize = 16;
 
 /// The thread-pool engine. Each device has its own threads: a device that hangs does not delay the
@@ -37,7 +37,7 @@ struct PoolShared<I> {
     /// For payloads that are encrypted on disk.
     cipher: Option<Arc<dyn PayloadCipher>>,
     state: Mutex<PoolState>,
-    /// There is work for a device, by its index.
+    /// Signals that there is work for a device, by its index.
     work: Vec<Condvar>,
     done: Condvar,
 }
@@ -45,7 +45,7 @@ struct PoolShared<I> {
 #[derive(Debug, Default)]
 struct PoolState {
     queues: Vec<DeviceQueue>,
-    /// Ended operations, and the device; `None` for an operation on a device that is not there.
+    /// Ended operations, and the device; `None` for an operation on a device that does not exist.
     completions: Vec<(Option<usize>, IoCompletion)>,
     woken: bool,
     stop: bool,
@@ -56,7 +56,7 @@ struct DeviceQueue {
     reads: VecDeque<Operation>,
     others: VecDeque<Operation>,
     running: usize,
-    /// Operations submitted and not yet handed over as completions.
+    /// Operations submitted whose completions were not delivered yet.
     in_flight: usize,
 }
 
@@ -72,7 +72,7 @@ impl ThreadPool {
 }
 
 impl<I: FaultHook> ThreadPool<I> {
-    /// As [`ThreadPool::new`], with a seam for tests.
+    /// Like [`ThreadPool::new`], with a hook for tests.
     pub fn with_fault_hook(
         depth: usize,
         arena: Arc<Arena>,
@@ -82,7 +82,7 @@ impl<I: FaultHook> ThreadPool<I> {
         Self::open(depth, arena, devices, (fault_hook, None))
     }
 
-    /// As [`ThreadPool::new`], with a seam for tests, and a cipher for payloads that are encrypted on disk.
+    /// Like [`ThreadPool::new`], with a hook for tests, and a cipher for payloads that are encrypted on disk.
     pub fn open(
         depth: usize,
         arena: Arc<Arena>,
@@ -228,8 +228,8 @@ impl<I: FaultHook> Wake for PoolShared<I> {
 }
 
 impl<I: FaultHook> Drop for ThreadPool<I> {
-    /// Operations under way end first. If a device does not answer within `DRAIN_LIMIT`, their
-    /// threads are left behind; they hold the arena and the files until it does.
+    /// Waits for operations under way. If a device does not answer within `DRAIN_LIMIT`, its
+    /// threads are left behind; they hold the arena and the files until the device answers.
     fn drop(&mut self) {
         let deadline = Instant::now() + DRAIN_LIMIT;
         let mut state = self.shared.lock();
@@ -306,7 +306,7 @@ impl<I: FaultHook> PoolShared<I> {
             self.transfer(operation, file, done, len)
         })?;
         if operation.syncs() {
-            // A sync moves no bytes: it either succeeds whole or failed.
+            // A sync moves no bytes: it either succeeds or fails as a whole.
             repeat(&mut Progress::new(0), false, |_, _| {
                 self.sync(operation, file)
             })?;
@@ -408,7 +408,7 @@ fn call(operation: &Operation, kind: CallKind, file_offset: u64, len: u32) -> Ca
     }
 }
 
-/// Calls with (bytes done, bytes left) until everything was moved.
+/// Calls the function with (bytes done, bytes left) until all bytes were moved.
 fn repeat(
     progress: &mut Progress,
     reading: bool,

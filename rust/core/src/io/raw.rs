@@ -1,5 +1,5 @@
-//! The bare loop that benchmarks compare with: the same file, ring, registrations and sizes as the
-//! engine, and nothing else: no queue, no checksum.
+//! The bare loop with which benchmarks compare the engine. It has the same file, ring, registrations and sizes as the
+//! engine, but no queue and no checksum.
 
 use std::collections::VecDeque;
 use std::io;
@@ -26,11 +26,11 @@ pub struct RawLoop {
     pub blocks: u64,
     /// Slot of the first block.
     pub first: u64,
-    /// Slots of the file: after the last comes the first again.
+    /// Slots of the file: after the last slot, the first follows again.
     pub slots: u64,
     /// Blocks in flight.
     pub depth: u32,
-    /// Longest single transfer in bytes; longer blocks are moved in several.
+    /// Longest single transfer in bytes; longer blocks are moved in several transfers.
     pub split: u32,
     /// Whether to register the memory.
     pub register_buffers: bool,
@@ -38,7 +38,7 @@ pub struct RawLoop {
     pub seed: u64,
 }
 
-/// The time that it took.
+/// The times of a run of the loop.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RawResult {
     /// Wall-clock time.
@@ -50,7 +50,7 @@ pub struct RawResult {
 }
 
 impl RawLoop {
-    /// A loop that works as the engine does.
+    /// A loop with the engine's settings.
     pub fn new(reading: bool, block_bytes: u32, blocks: u64, depth: u32) -> Self {
         Self {
             reading,
@@ -66,8 +66,8 @@ impl RawLoop {
     }
 
     /// Moves the blocks between `file`, opened with O_DIRECT and long enough for reads, and the whole of
-    /// `arena` in turn, as the engine does: a few buffers used again and again would stay in the
-    /// processor's caches, and be faster than any cache of blocks can be. Fails with the first error of
+    /// `arena` in turn, like the engine: a few reused buffers would stay in the
+    /// processor's caches, and be faster than any cache of blocks. Fails with the first error of
     /// any transfer.
     pub fn run(&self, file: BorrowedFd<'_>, arena: &Arc<Arena>) -> io::Result<RawResult> {
         let pieces = self.block_bytes.div_ceil(self.split);
@@ -177,7 +177,7 @@ impl Run {
             .extend((0..self.pieces).map(|piece| (index, piece)));
     }
 
-    /// Whether writes are held back for the device to get several at once, as the engine does.
+    /// Whether writes are held back until the device can get several at once, as in the engine.
     fn waits_for_more(&self) -> bool {
         let RawLoop {
             reading,
@@ -229,8 +229,8 @@ pub fn process_time() -> Duration {
     )
 }
 
-/// The numbers below `count` in an order that depends on `seed` alone (0: their own); for comparisons with the loop,
-/// since the order matters to the device.
+/// The numbers below `count` in an order that depends only on `seed` (0: ascending). For comparisons with the loop,
+/// since the speed of the device depends on the order.
 pub fn shuffled(count: u64, seed: u64) -> impl Iterator<Item = u64> {
     let mut order: Vec<u64> = (0..count).collect();
     let mut state = seed;

@@ -1,4 +1,4 @@
-//! An io_uring with registered files and, where allowed, registered buffers: the part that talks to
+//! An io_uring with registered files and, where allowed, registered buffers: the part that calls
 //! the kernel, shared by the engine ([`super::uring`]) and the bare loop ([`super::raw`]).
 
 #![expect(unsafe_code, reason = "hands memory to the kernel")]
@@ -21,7 +21,7 @@ use crate::arena::Arena;
 /// The user data of a wake-up.
 pub(super) const WAKE: u64 = u64::MAX;
 
-/// Registered buffers are pieces of the arena of this size in bytes. Small enough that pinning one
+/// Registered buffers are pieces of the arena of this size in bytes. A piece is so small that pinning it
 /// (a millisecond once it is populated) never stalls the IO thread.
 const REGION: u64 = 64 << 20;
 
@@ -34,7 +34,7 @@ pub(super) const REFUSAL_PAUSE: rustix::event::Timespec = rustix::event::Timespe
 /// The kernel's limit for registered buffers.
 const REGIONS_MAX: u64 = 1 << 14;
 
-/// Entries of the submission queue. More wait in the caller's own queue.
+/// Entries of the submission queue. Further entries wait in the caller's own queue.
 const SUBMISSION_ENTRIES: u32 = 256;
 
 /// A transfer of one contiguous piece.
@@ -57,8 +57,8 @@ pub(super) enum Buffer {
     Metadata(Arc<AlignedBuffer>, u32),
 }
 
-/// Everything the kernel may read or write for an entry is held here until its completion has been
-/// reaped, so that no use of this type can free memory under the kernel.
+/// Holds all memory that the kernel may read or write for an entry until the entry's completion has been
+/// reaped, so that no use of this type can free memory that the kernel uses.
 pub(super) struct Ring {
     ring: Box<IoUring>,
     arena: Arc<Arena>,
@@ -82,7 +82,7 @@ impl fmt::Debug for Ring {
 /// The part of the arena that is registered, from its start on, in whole regions.
 #[derive(Debug)]
 enum Regions {
-    /// The kernel refused, now or at a later region.
+    /// The kernel refused the first region or a later one.
     Refused {
         registered: u64,
     },
@@ -93,7 +93,7 @@ enum Regions {
 
 impl Ring {
     /// A ring for at most `completions` entries at a time. With `register_buffers`, tries to register
-    /// the arena; its beginning at once, the rest by [`Ring::register_more`].
+    /// the arena: the beginning at once, the rest by [`Ring::register_more`].
     pub(super) fn new(
         completions: u32,
         files: &[BorrowedFd<'_>],
@@ -124,7 +124,7 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Registers files in place of those from `first` on, which no operation uses.
+    /// Registers files in place of the files from `first` on, which no operation uses.
     pub(super) fn replace_files(
         &mut self,
         first: usize,
@@ -154,8 +154,8 @@ impl Ring {
         }
     }
 
-    /// Registers the next region if it has memory behind it, so that the kernel need not fetch the memory now.
-    /// Returns whether there was one.
+    /// Registers the next region if the region is populated, so that the kernel need not populate it now.
+    /// Returns whether there was such a region.
     pub(super) fn register_more(&mut self) -> bool {
         let Regions::Growing { registered } = self.regions else {
             return false;
@@ -194,7 +194,7 @@ impl Ring {
         };
     }
 
-    /// Deregisters all buffers: the kernel would go on to use their old pages where the arena gets new ones.
+    /// Deregisters all buffers: the kernel would continue to use their old pages where the arena gets new pages.
     fn unregister_regions(&mut self) -> io::Result<()> {
         for index in 0..self.registered().div_ceil(REGION) {
             let nothing = [libc::iovec {
@@ -209,7 +209,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Gives the memory behind a range of the arena back to the system.
+    /// Returns the memory behind a range of the arena to the system.
     pub(super) fn release_memory(&mut self, offset: u64, len: u64) -> io::Result<()> {
         self.unregister_regions()?;
         self.arena.release(offset, len)
@@ -232,8 +232,8 @@ impl Ring {
         !self.ring.submission().is_full()
     }
 
-    /// Queues a transfer, of a length that fits its buffer, under a user data that no other entry has
-    /// now. The caller has checked [`Ring::has_room`].
+    /// Queues a transfer whose length fits its buffer, with user data that no other present entry has.
+    /// The caller has checked [`Ring::has_room`].
     pub(super) fn push_transfer(&mut self, transfer: RingTransfer, user_data: u64) {
         let RingTransfer {
             reading,
@@ -317,7 +317,7 @@ impl Ring {
         }
     }
 
-    /// Makes [`Ring::enter`] return when the descriptor becomes readable: once, with a completion of
+    /// Makes [`Ring::enter`] return once when the descriptor becomes readable, with a completion of
     /// user data [`WAKE`]. False if there is no room.
     pub(super) fn push_wake(&mut self, fd: BorrowedFd<'_>) -> bool {
         let entry = opcode::PollAdd::new(types::Fd(fd.as_raw_fd()), PollFlags::IN.bits().into());
@@ -326,8 +326,8 @@ impl Ring {
         unsafe { self.ring.submission().push(&entry) }.is_ok()
     }
 
-    /// Submits the queued entries, and waits until a completion is there or the time is up
-    /// (`None`: no limit). An interruption counts as the time being up.
+    /// Submits the queued entries, and waits until there is a completion or the time is over
+    /// (`None`: no limit). An interruption ends the wait, too.
     pub(super) fn enter(&mut self, timeout: Option<Duration>) -> Result<(), Errno> {
         self.enable()?;
         let timespec = timeout.map(|timeout| {
@@ -342,8 +342,8 @@ impl Ring {
         pass(self.ring.submitter().submit_with_args(1, &args))
     }
 
-    /// Submits the queued entries, and takes the completions. Without either, no call: and no
-    /// wait of zero seconds either, which sets a timer and takes 28 us on a virtual machine.
+    /// Submits the queued entries, and takes the completions. If there are neither, makes no call. Never waits for zero
+    /// seconds, since such a wait sets a timer and takes 28 us on a virtual machine.
     pub(super) fn submit(&mut self) -> Result<(), Errno> {
         self.enable()?;
         let queue = self.ring.submission();
@@ -354,7 +354,7 @@ impl Ring {
         pass(self.ring.submit())
     }
 
-    /// The ring belongs to the thread that uses it first, not the one that made it.
+    /// Binds the ring to the thread that uses it first, which need not be the thread that made it.
     fn enable(&mut self) -> Result<(), Errno> {
         if self.needs_enabling {
             pass(self.ring.submitter().register_enable_rings().map(|()| 0))?;
@@ -377,9 +377,9 @@ impl Ring {
 }
 
 impl Drop for Ring {
-    /// Waits for everything that the kernel may still read or write. Operations not finished within [`DRAIN_LIMIT`] (a
-    /// device that hangs, a thread that is not the ring's) leaves its memory behind for good: closing a ring does not
-    /// wait for its transfers, so freeing it would be a write to other memory later.
+    /// Waits for all operations whose memory the kernel may still read or write. If operations do not end within
+    /// [`DRAIN_LIMIT`] (the device hangs, or another thread drops the ring), the ring leaks their memory: closing a
+    /// ring does not wait for its transfers, so the kernel could later write to memory that was freed.
     fn drop(&mut self) {
         let deadline = Instant::now() + DRAIN_LIMIT;
         while self.pending > 0 {
@@ -396,8 +396,8 @@ impl Drop for Ring {
     }
 }
 
-/// Newer kernels (6.1) run completions when the one thread that submits asks for them; older ones
-/// interrupt it.
+/// Makes a ring. Newer kernels (6.1) run completions when the only submitting thread asks for them; older kernels
+/// interrupt this thread.
 fn build(completions: u32) -> io::Result<(IoUring, bool)> {
     let submissions = SUBMISSION_ENTRIES.min(completions.next_power_of_two());
     let mut builder = IoUring::builder();
@@ -418,8 +418,8 @@ fn build(completions: u32) -> io::Result<(IoUring, bool)> {
     }
 }
 
-/// Timeouts, interruptions, and a completion queue that has to be reaped first (EBUSY, EAGAIN) are
-/// the normal course.
+/// Passes on errors, except timeouts, interruptions, and a completion queue that has to be reaped first (EBUSY,
+/// EAGAIN), which are normal.
 fn pass(entered: io::Result<usize>) -> Result<(), Errno> {
     match entered.map_err(|error| Errno::from_io_error(&error)) {
         Ok(_) | Err(Some(Errno::TIME | Errno::INTR | Errno::BUSY | Errno::AGAIN)) => Ok(()),
@@ -439,7 +439,7 @@ mod tests {
         let arena = Arc::new(Arena::create(2 * REGION + 4096).unwrap());
         let mut ring = Ring::new(8, &[arena.fd()], Arc::clone(&arena), true).unwrap();
         if ring.registered() == 0 {
-            // Not allowed on this machine (RLIMIT_MEMLOCK): transfers pin their own pages.
+            // The machine does not allow registration (RLIMIT_MEMLOCK): transfers pin their own pages.
             assert_eq!(ring.region_of(0, 4096), None);
             return;
         }

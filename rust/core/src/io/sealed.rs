@@ -1,5 +1,5 @@
-//! Payloads that are encrypted in the data file: encrypted after they are copied out of the arena, and decrypted before
-//! they are copied into it. So the arena holds plain bytes only, and none that were not checked.
+//! Payloads that are encrypted in the data file: they are encrypted after the copy out of the arena, and decrypted
+//! before the copy into the arena. So the arena holds only plain bytes that were checked.
 
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -17,7 +17,7 @@ use crate::cipher::{PayloadCipher, SEAL_BYTES, close_seal, is_intact};
 /// Largest buffer that a thread keeps between two payloads, in bytes.
 const KEPT_BYTES: usize = 8 << 20;
 
-/// A thread's buffer for the bytes of one payload as the data file has them.
+/// A thread's buffer for the bytes of one payload as they are in the data file.
 #[derive(Debug)]
 pub(super) struct SealedBuffer {
     bytes: AlignedBuffer,
@@ -30,7 +30,7 @@ impl SealedBuffer {
         }
     }
 
-    /// At least `len` bytes.
+    /// The buffer, of at least `len` bytes.
     fn of_len(&mut self, len: u32) -> &mut [u8] {
         let len = len as usize;
         if self.bytes.bytes_mut().len() < len {
@@ -47,8 +47,8 @@ impl SealedBuffer {
     }
 }
 
-/// Carries out the transfer of an encrypted payload: `transfer` reads or writes all of the bytes at the operation's place
-/// in the file. Returns the checksum of the plain payload.
+/// Carries out the transfer of an encrypted payload: `transfer` reads or writes all bytes at the operation's place in
+/// the file. Returns the checksum of the plain payload.
 pub(super) fn carry_out(
     operation: &Operation,
     (arena, cipher): (&Arena, &Arc<dyn PayloadCipher>),
@@ -67,7 +67,7 @@ pub(super) fn carry_out(
     let bytes = buffer.of_len(operation.len);
     let payload = 0..payload_len as usize;
     let sealed = 0..payload.end + SEAL_BYTES;
-    // In range: checked when the request came.
+    // The range was checked when the request came.
     let outside = |_| IoFault::Os(Errno::INVAL.raw_os_error());
     let result = if reads {
         transfer(bytes)?;
@@ -83,7 +83,7 @@ pub(super) fn carry_out(
     } else {
         let plain = &mut bytes[payload];
         arena.copy_to(arena_offset, plain).map_err(outside)?;
-        // The checksum of the copy: the arena may change meanwhile.
+        // Sums the copy, since the arena may change meanwhile.
         let sum = checksum(plain);
         if !cipher.encrypt(binding, &mut bytes[sealed.clone()]) {
             return Err(IoFault::Cipher);
@@ -96,7 +96,7 @@ pub(super) fn carry_out(
     result
 }
 
-/// Makes one call that moves `range` of the bytes, or less. Returns the number of bytes moved.
+/// Makes one call that moves `range` of the bytes, or a part of them. Returns the number of bytes moved.
 pub(super) fn call(
     file: BorrowedFd<'_>,
     (reads, at): (bool, u64),
@@ -114,6 +114,6 @@ pub(super) fn call(
     } else {
         rustix::io::pwrite(file, part, at)?
     };
-    // At most the length of the range, which is that of a slot.
+    // At most the length of the range, which fits a slot.
     Ok(verdict.reported(moved as u32))
 }

@@ -20,7 +20,7 @@ use crate::arena::Arena;
 /// Largest depth of a device.
 const DEPTH_MAX: usize = 4096;
 
-/// Operations of all devices together; they are numbered with 16 bits, twice as many as the depth.
+/// Most operations of all devices together. Slots are numbered with 16 bits, and there are twice as many as operations.
 const OPERATIONS_MAX: usize = 1 << 14;
 
 /// Entries in the kernel for each operation of the depth: room for the pieces of most payloads.
@@ -34,10 +34,10 @@ const VERIFY_BYTES: u64 = 512 << 10;
 /// completions meanwhile leave the device with less to do.
 const SUM_BYTES: u32 = 128 << 10;
 
-/// The ring counts as broken when the kernel has refused it this often in a row.
+/// The ring counts as broken when the kernel has refused calls this often in a row.
 const REFUSALS_MAX: u32 = 100;
 
-/// In place of the number of a piece: the sync after the transfer.
+/// Instead of the number of a piece: denotes the sync after the transfer.
 const SYNC: u16 = u16::MAX;
 
 /// The files of a device, in the order in which they are registered.
@@ -46,15 +46,15 @@ const KINDS: [FileKind; 3] = [FileKind::Super, FileKind::Table, FileKind::Data];
 /// The io_uring engine.
 #[derive(Debug)]
 pub struct Uring<I: FaultHook = Direct> {
-    /// Dropped first: it waits for the operations in the kernel.
+    /// Dropped first: the drop waits for the operations in the kernel.
     ring: Ring,
     arena: Arc<Arena>,
     devices: Vec<DeviceFiles>,
     fault_hook: I,
     depth: usize,
     in_flight: usize,
-    /// Twice the depth for each device: reads that wait for verification must not keep a device
-    /// waiting.
+    /// For each device twice as many as the depth: a device must not wait while reads wait for
+    /// verification.
     slots: Vec<Slot>,
     free: Vec<u16>,
     /// Lanes by index of the device: a device that hangs does not delay the others.
@@ -113,7 +113,7 @@ impl Uring {
 }
 
 impl<I: FaultHook> Uring<I> {
-    /// As [`Uring::new`], with a seam for tests.
+    /// Like [`Uring::new`], with a hook for tests.
     pub fn with_fault_hook(
         depth: usize,
         arena: Arc<Arena>,
@@ -142,7 +142,7 @@ impl<I: FaultHook> Uring<I> {
             depth,
             in_flight: 0,
             slots: (0..slots).map(|_| Slot::default()).collect(),
-            // Twice OPERATIONS_MAX at most.
+            // There are at most twice OPERATIONS_MAX slots.
             free: (0..slots as u16).rev().collect(),
             lanes: (0..count).map(|_| Lane::new(depth)).collect(),
             queues: Queues {
@@ -214,7 +214,7 @@ impl<I: FaultHook> Uring<I> {
         }
     }
 
-    /// Moves pieces of a device to the ring while it has room.
+    /// Moves pieces of a device to the ring while the ring has room.
     fn push_ready_of(&mut self, device: usize) {
         let entries_max = self.depth * ENTRIES_PER_OPERATION;
         let lane = &mut self.lanes[device];
@@ -250,7 +250,7 @@ impl<I: FaultHook> Uring<I> {
             len: 0,
         };
         if active.fault.is_some() {
-            // The rest of a failed operation is not worth a transfer.
+            // The remaining pieces of a failed operation are not transferred.
             return self.finish_piece(index);
         }
         let Some(piece) = active.pieces.get_mut(usize::from(number)) else {
@@ -303,7 +303,7 @@ impl<I: FaultHook> Uring<I> {
         self.ring.push_transfer(transfer, user_data);
     }
 
-    /// Takes everything that has completed.
+    /// Takes all completions of the ring.
     fn reap(&mut self) {
         while let Some((user_data, outcome)) = self.ring.reap() {
             if user_data == WAKE {
@@ -322,7 +322,7 @@ impl<I: FaultHook> Uring<I> {
         }
     }
 
-    /// The effect of the outcome of one call.
+    /// Continues an operation after the outcome of one call.
     fn advance(&mut self, index: u16, number: u16, outcome: Result<u32, Errno>) {
         let Some(active) = &mut self.slots[usize::from(index)].active else {
             return;
@@ -379,12 +379,12 @@ impl<I: FaultHook> Uring<I> {
         }
     }
 
-    /// Continues the checksums of the writes that the device has. False if there is nothing to compute.
+    /// Continues the checksums of the writes in flight. False if there is nothing to compute.
     fn sum(&mut self) -> bool {
         let Some(&(_, index)) = self.queues.unsummed.front() else {
             return false;
         };
-        // Not one that was delivered: `deliver`, which comes before this, has taken those off the front.
+        // The first write was not delivered yet: `deliver` runs before and removes delivered writes from the front.
         if let Some(active) = &mut self.slots[usize::from(index)].active
             && active
                 .operation
@@ -438,7 +438,7 @@ impl<I: FaultHook> Uring<I> {
             });
         }
         self.in_flight -= out.len() - before;
-        // Completions delivered before their turn.
+        // Removes writes that were delivered before their checksums' turn.
         while let Some(&(epoch, index)) = self.queues.unsummed.front()
             && self.slots[usize::from(index)].epoch != epoch
         {
@@ -476,7 +476,7 @@ impl<I: FaultHook> Uring<I> {
         }
     }
 
-    /// Whether the kernel took the call; counts refusals in a row.
+    /// Whether the kernel accepted the call; counts refusals in a row.
     fn note(&mut self, outcome: Result<(), Errno>) -> bool {
         self.refusals = if outcome.is_ok() {
             0
@@ -572,10 +572,10 @@ impl<I: FaultHook> IoEngine for Uring<I> {
         let mut asked = false;
         loop {
             self.reap();
-            // After reaping, which may have used the wake-up that was armed.
+            // Arms the wake-up after reaping, which may have used the armed one.
             self.arm_wake();
             self.push_ready();
-            // First of all: the device may have nothing to do.
+            // Submits before other work, since the device may be idle.
             self.submit_queued();
             self.deliver(out);
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));

@@ -10,27 +10,27 @@ use rustix::io::Errno;
 
 /// The handle by which other threads end an IO engine's `wait`.
 pub trait Wake: Send + Sync + Debug {
-    /// Ends the present `wait`, or the next one if none is going on.
+    /// Ends the present `wait`, or the next `wait` if there is none now.
     fn wake(&self);
 }
 
-/// Ends the `wait` of the engine it came from. Cheap to clone; harmless after the engine is gone.
+/// Ends the `wait` of its IO engine. Cheap to clone; has no effect after the IO engine was dropped.
 #[derive(Clone, Debug)]
 pub struct Waker(Arc<dyn Wake>);
 
 impl Waker {
-    /// A waker over an engine's own means.
+    /// A waker over an IO engine's own way to end a wait.
     pub fn new(wake: Arc<dyn Wake>) -> Self {
         Self(wake)
     }
 
-    /// Ends the present `wait`, or the next one if none is going on.
+    /// Ends the present `wait`, or the next `wait` if there is none now.
     pub fn wake(&self) {
         self.0.wake();
     }
 }
 
-/// An eventfd that the ring polls. The flag saves the system call when a wake-up is already due.
+/// An eventfd that the ring polls. The flag saves the system call if a wake-up is already due.
 #[derive(Debug)]
 pub(super) struct EventWake {
     fd: OwnedFd,
@@ -65,7 +65,7 @@ impl EventWake {
 impl Wake for EventWake {
     fn wake(&self) {
         if !self.woken.swap(true, Ordering::AcqRel) {
-            // Cannot fail: the count is far from its limit.
+            // The write cannot fail: the count is far from its limit.
             let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
         }
     }

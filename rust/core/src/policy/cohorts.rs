@@ -4,7 +4,7 @@ use super::HIT_CLASSES;
 use super::leaf::class_index;
 
 const CLASSES: usize = HIT_CLASSES as usize;
-/// Number of ticks with a count of their own, at least the age at which the last age bucket begins.
+/// Number of ticks with a count of their own: at least the age at which the last age bucket begins.
 const TICKS: usize = 8192;
 
 /// Counts of all blocks that a policy knows, resident or remembered, by tick of last touch and hit
@@ -31,7 +31,7 @@ impl Cohorts {
         self.now
     }
 
-    /// Moves the clock to `tick`, never back.
+    /// Advances the clock to `tick`. An earlier tick is ignored.
     pub(super) fn advance(&mut self, tick: u64) {
         let steps = tick.saturating_sub(self.now).min(TICKS as u64);
         self.now = self.now.max(tick);

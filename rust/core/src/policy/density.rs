@@ -4,7 +4,7 @@ use super::HIT_CLASSES;
 use super::cohorts::Cohorts;
 use super::leaf::class_index;
 
-/// Age buckets: one for each age below 4, then four for each octave; the last one is open.
+/// Age buckets: one for each age below 4, then four for each octave. The last bucket has no upper end.
 pub(super) const BUCKETS: usize = 48;
 const CLASSES: usize = HIT_CLASSES as usize;
 
@@ -33,7 +33,7 @@ pub(super) fn bucket_start(bucket: usize) -> u64 {
     }
 }
 
-/// Width of a bucket in ticks; the last one counts as wide as its neighbours.
+/// Width of a bucket in ticks; the last bucket counts as wide as its neighbour.
 fn width(bucket: usize) -> f64 {
     if bucket < 4 {
         1.0
@@ -46,7 +46,7 @@ fn width(bucket: usize) -> f64 {
 #[derive(Debug)]
 pub(super) struct Density {
     hits: Table,
-    /// Block-ticks that blocks spent in each class and bucket, remembered ones included.
+    /// Block-ticks that blocks spent in each class and bucket, remembered blocks included.
     exposure: Table,
     density: Table,
 }
@@ -69,7 +69,7 @@ impl Density {
         self.density[class_index(hit_class)][bucket(age)]
     }
 
-    /// A block of `hit_class` was hit at `age`.
+    /// Notes that a block of `hit_class` was hit at `age`.
     pub(super) fn observe_hit(&mut self, hit_class: u8, age: u64) {
         self.hits[class_index(hit_class)][bucket(age)] += 1.0;
     }
@@ -94,7 +94,7 @@ impl Density {
     }
 }
 
-/// Hits per block and tick in each bucket. Where nothing was seen, half of the younger bucket's.
+/// Hits per block and tick in each bucket. A bucket without observations gets half of the younger bucket's value.
 fn hazards(hits: &[f64; BUCKETS], exposure: &[f64; BUCKETS]) -> [f64; BUCKETS] {
     let mut hazards = [0.0; BUCKETS];
     let mut younger = 0.0;

@@ -1,4 +1,4 @@
-//! The policy of one set of leaves: one of two.
+//! The policy of one set of leaves, of one of two kinds.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,11 +12,11 @@ use super::lru::Lru;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PolicyKind {
-    /// The least recently used leaf goes; every block is admitted.
+    /// The least recently used leaf is evicted; every block is admitted.
     #[default]
     Lru,
-    /// Learned hit density: the leaf with the fewest expected hits per tick goes; a block worth less
-    /// than that is not admitted.
+    /// Learned hit density: the leaf with the fewest expected hits per tick is evicted; a block with fewer
+    /// expected hits is not admitted.
     LeafHd,
 }
 
@@ -51,8 +51,8 @@ impl Policy {
         }
     }
 
-    /// Whether [`Policy::on_hit`] must be called for each block of a hit. If not, touching the deepest
-    /// one is enough.
+    /// Whether [`Policy::on_hit`] must be called for each block of a hit. If not, a touch of the deepest
+    /// block is enough.
     pub fn touches_every_block(&self) -> bool {
         matches!(self.engine, Learner::LeafHd(_))
     }
@@ -67,8 +67,8 @@ impl Policy {
         }
     }
 
-    /// Takes a node out of the candidates of size class `class`; `last` is its value at the
-    /// insertion. Returns whether it was there.
+    /// Removes a node from the candidates of size class `class`; `last` is its value at the
+    /// insertion. Returns whether it was a candidate.
     pub fn remove_leaf(&mut self, class: u16, node: u32, last: u64) -> bool {
         work::candidate();
         match &mut self.engine {
@@ -78,7 +78,7 @@ impl Policy {
     }
 
     /// The leaf of size class `class` to evict next, which stays in the set. `None` when there is none.
-    /// Asked again in the same tick, it is the same one unless that has left the set or changed.
+    /// A second call in the same tick returns the same leaf, unless that leaf has left the set or changed.
     pub fn victim(&mut self, class: u16, tick: u64) -> Option<Leaf> {
         work::candidate();
         match &mut self.engine {
@@ -87,7 +87,7 @@ impl Policy {
         }
     }
 
-    /// Up to `count` leaves of size class `class` that may go soon. They stay in the set.
+    /// Up to `count` leaves of size class `class` that may be evicted soon. They stay in the set.
     pub fn victims(&mut self, class: u16, count: usize) -> Vec<Leaf> {
         match &mut self.engine {
             Learner::Lru(lru) => lru.victims(class).take(count).collect(),
@@ -103,7 +103,7 @@ impl Policy {
         }
     }
 
-    /// A resident block of hit class `hit_class`, last touched at `last`, is hit at `tick`. Returns
+    /// Notes that a resident block of hit class `hit_class`, last touched at `last`, is hit at `tick`. Returns
     /// its new class; its new `last` is `tick`.
     pub fn on_hit(&mut self, hit_class: u8, last: u64, tick: u64) -> u8 {
         if let Learner::LeafHd(leafhd) = &mut self.engine {
@@ -112,7 +112,7 @@ impl Policy {
         next_class(hit_class)
     }
 
-    /// A block that is not resident is offered. Returns the class it would enter with: above 0 when
+    /// Offers a block that is not resident. Returns the class with which the block would enter: above 0 if
     /// the policy remembers it. `fingerprint` is any well-mixed 64-bit digest of the key.
     pub fn on_offer(&mut self, fingerprint: u64, tick: u64) -> u8 {
         match &mut self.engine {
@@ -129,15 +129,15 @@ impl Policy {
         }
     }
 
-    /// A block became resident: stored at `last`, promoted from a lower tier, or found on disk at start
-    /// with the `last` and class of its record.
+    /// Notes that a block became resident: stored at `last`, promoted from a lower tier, or found on disk at
+    /// start with the `last` and class of its record.
     pub fn on_insert(&mut self, fingerprint: u64, hit_class: u8, last: u64) {
         if let Learner::LeafHd(leafhd) = &mut self.engine {
             leafhd.on_insert(fingerprint, hit_class, last);
         }
     }
 
-    /// A block that was offered at `tick` and got class `hit_class` was not stored.
+    /// Notes that a block that was offered at `tick` and got class `hit_class` was not stored.
     pub fn on_refuse(&mut self, fingerprint: u64, hit_class: u8, tick: u64) {
         if let Learner::LeafHd(leafhd) = &mut self.engine {
             leafhd.on_refuse(fingerprint, hit_class, tick);
@@ -159,7 +159,7 @@ impl Policy {
         }
     }
 
-    /// The request of `tick` is done; relearns now and then. The work is bounded for every
+    /// Ends the request of `tick`; relearns now and then. The work is bounded for every
     /// capacity.
     pub fn end_of_request(&mut self, tick: u64) {
         if let Learner::LeafHd(leafhd) = &mut self.engine {

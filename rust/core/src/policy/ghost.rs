@@ -1,10 +1,10 @@
-//! The memory of blocks that are not resident: evicted and refused ones.
+//! The memory of blocks that are not resident: evicted and refused blocks.
 
 /// Bits of a packed word that hold the tick; two more hold the hit class.
 const TICK_BITS: u32 = 30;
 const TICK_MASK: u32 = (1 << TICK_BITS) - 1;
-/// An empty place of the table, a vacant entry of the ring: zero, so that a large list takes memory only as
-/// it fills.
+/// An empty place of the table, and a vacant entry of the ring: both are zero, so that a large list takes memory
+/// only as it fills.
 const EMPTY: u32 = 0;
 const VACANT: u64 = 0;
 
@@ -42,7 +42,7 @@ impl GhostList {
         }
     }
 
-    /// Remembers a block at the young end. Returns the oldest one where it had to make place for it.
+    /// Remembers a block at the young end. Returns the oldest block if it had to be forgotten for this.
     /// The block must not be in the list.
     pub(super) fn push(
         &mut self,
@@ -127,7 +127,7 @@ fn tag_of(fingerprint: u64) -> u32 {
     (fingerprint >> 32) as u32
 }
 
-/// Class and tick modulo 2^30 in one word, which is never 0: that one is moved by a tick.
+/// Class and tick modulo 2^30 in one word. A word that would be 0 is moved by a tick.
 fn pack(block: Remembered) -> u32 {
     let packed = (u32::from(block.hit_class.min(3)) << TICK_BITS) | (block.last as u32 & TICK_MASK);
     packed.max(1)

@@ -1,4 +1,4 @@
-//! LeafHD: evict the leaf with the lowest learned hit density, keep out blocks of lower density.
+//! LeafHD: evicts the leaf with the lowest learned hit density, and does not admit blocks of lower density.
 
 use super::cohorts::Cohorts;
 use super::density::Density;
@@ -9,12 +9,12 @@ use super::leaf::{Leaf, next_class};
 const SAMPLES: usize = 64;
 /// Ticks between two relearnings.
 const RELEARN_TICKS: u64 = 50;
-/// Remembered blocks for each block of capacity. A short memory breaks the estimate: ages
-/// beyond the residence time are seen in it only.
+/// Remembered blocks for each block of capacity. A short memory breaks the estimate: only the memory
+/// shows ages beyond the residence time.
 const GHOSTS_PER_BLOCK: usize = 8;
 const GHOSTS_MIN: usize = 1000;
 /// Keeps the memory of a very large tier below 64 MiB. Such a tier holds blocks for longer than the
-/// ages that are told apart.
+/// ages that the buckets distinguish.
 const GHOSTS_MAX: usize = 4 << 20;
 
 const ABSENT: u32 = u32::MAX;
@@ -103,7 +103,7 @@ impl LeafHd {
         Some(leaf)
     }
 
-    /// Some of the leaves of a class, by chance.
+    /// Some leaves of a class, drawn at random.
     pub(super) fn sample(&mut self, class: u16, count: usize) -> Vec<Leaf> {
         let Some(Leaves { leaves, .. }) = self.classes.get(usize::from(class)) else {
             return Vec::new();
@@ -133,7 +133,7 @@ impl LeafHd {
         };
         self.cohorts.remove(block.hit_class, block.last);
         if block.last >= tick {
-            // The same request offers it again: no reuse.
+            // The same request offers the block again: no reuse.
             return block.hit_class;
         }
         self.density.observe_hit(block.hit_class, tick - block.last);
@@ -173,7 +173,7 @@ impl LeafHd {
         }
     }
 
-    /// A block is known once: as resident or as remembered.
+    /// Forgets a remembered block: a block is known once, as resident or as remembered.
     fn forget(&mut self, fingerprint: u64) {
         if let Some(block) = self.ghosts.take(fingerprint, self.cohorts.now()) {
             self.cohorts.remove(block.hit_class, block.last);

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use super::leaf::Leaf;
 
 /// The leaves of each size class, ordered by last touch and then by node, so that equal ticks have
-/// one order. Ordered and not a list: a parent whose last child is evicted re-enters wherever its
-/// `last` puts it, which is rarely the young end.
+/// one order. A list would not do: a parent whose last child is evicted re-enters at the place of its
+/// `last`, which is rarely the young end.
 #[derive(Debug)]
 pub(super) struct Lru {
     classes: Vec<BTreeMap<(u64, u32), u8>>,
@@ -37,7 +37,7 @@ impl Lru {
         self.victims(class).next()
     }
 
-    /// The leaves of a class, in the order in which they would go.
+    /// The leaves of a class, in the order of their eviction.
     pub(super) fn victims(&self, class: u16) -> impl Iterator<Item = Leaf> + '_ {
         let leaves = self.classes.get(usize::from(class)).into_iter().flatten();
         leaves.map(|(&(last, node), &hit_class)| Leaf {

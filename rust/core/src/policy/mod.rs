@@ -1,7 +1,7 @@
-//! Eviction: which leaf goes when a tier is full, and whether a new block is worth its place.
+//! Eviction: which leaf is evicted when a tier is full, and whether a new block is worth its place.
 //!
-//! A [`Policy`] serves one tier. It knows leaves, ages and hit classes, never keys' bytes, payloads
-//! or trees: the forest tells it which nodes are evictable and of events of blocks, and asks for a
+//! A [`Policy`] serves one tier. It knows leaves, ages and hit classes, but no bytes of keys, payloads
+//! or trees: the forest reports evictable nodes and the events of blocks, and asks for a
 //! victim. Ages are counted in ticks, one per request.
 //!
 //! The contract with the forest, for each tier:

@@ -4,7 +4,7 @@ use crate::slots::Class;
 
 use super::{Leaf, Policy, PolicyKind};
 
-/// The candidates of a tier: leaves, which lose all their payloads, and other nodes, which lose the optional ones.
+/// The candidates of a tier: leaves, which lose all payloads, and other nodes, which lose only optional payloads.
 #[derive(Debug)]
 pub(crate) struct TierPolicies {
     /// Leaves, by the configured policy.
@@ -21,7 +21,7 @@ impl TierPolicies {
         }
     }
 
-    /// The candidate of size class `class` that goes first: the policy's leaf, or the oldest node with
+    /// The candidate of size class `class` to evict next: the policy's leaf, or the oldest node with
     /// optional payloads if no leaf was touched before it.
     pub(crate) fn victim(&mut self, class: Class, tick: u64) -> Option<Leaf> {
         let leaf = self.leaves.victim(class, tick);
@@ -32,7 +32,7 @@ impl TierPolicies {
         }
     }
 
-    /// Up to `count` candidates of size class `class` of each set that may go soon.
+    /// From each set, up to `count` candidates of size class `class` that may be evicted soon.
     pub(crate) fn victims(&mut self, class: Class, count: usize) -> Vec<Leaf> {
         let mut victims = self.leaves.victims(class, count);
         victims.extend(self.optional.victims(class, count));

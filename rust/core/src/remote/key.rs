@@ -6,14 +6,15 @@ use crate::key::{BlockHash, NamespaceDigest};
 
 /// Version of the names and of the format of the objects ([`super::segment`]).
 pub const REMOTE_VERSION: u32 = 1;
-/// The same of objects whose payloads are encrypted, each with a [seal](crate::cipher) behind it.
+/// Version of the names and of the format of objects whose payloads are encrypted, each with a [seal](crate::cipher)
+/// behind it.
 pub const ENCRYPTED_VERSION: u32 = 2;
 
-/// Bytes of the namespace's digest that a name has. The object's header has all of the digest.
+/// Number of bytes of the namespace's digest in a name. The object's header has the whole digest.
 const DIGEST_BYTES: usize = 16;
 
-/// The name of an object: that of a segment, the run of hash blocks that ends with one block hash. The hash fixes the
-/// whole prefix, so the name fixes the content.
+/// The name of an object, which holds payloads of a segment: the run of hash blocks that ends with one block hash. The
+/// hash fixes the whole prefix, so the name fixes the content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ObjectKey {
     /// The namespace.
@@ -28,13 +29,13 @@ pub struct ObjectKey {
 
 impl ObjectKey {
     /// The name below the store's prefix: lower-case letters, digits, `-` and `/`, at most 160 bytes.
-    /// `1/<namespace, 32 hex>/<2 hex of the hash>/<hash hex>-<hash blocks>`, with `-g<group>` behind it for an object of
-    /// one engine group.
+    /// `1/<namespace, 32 hex>/<2 hex of the hash>/<hash hex>-<hash blocks>`, with `-g<group>` behind it for an object
+    /// of one engine group.
     pub fn path(&self) -> String {
         self.path_of(REMOTE_VERSION)
     }
 
-    /// The name of the same object with encrypted payloads.
+    /// The name of the object with encrypted payloads.
     pub fn encrypted_path(&self) -> String {
         self.path_of(ENCRYPTED_VERSION)
     }

@@ -15,38 +15,39 @@ pub use segment::{Expected, SegmentError, SegmentHeader, SegmentPayload};
 /// A payload of an object, and its place in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemotePart {
-    /// Its index among the object's payloads.
+    /// The payload's index in the object.
     pub payload: u32,
-    /// Where it begins, in bytes from the start of the arena; a multiple of 4,096.
+    /// Where the payload begins, in bytes from the start of the arena; a multiple of 4,096.
     pub arena_offset: u64,
-    /// Its bytes.
+    /// Bytes of the payload.
     pub len: u32,
 }
 
-/// One operation. The completion has the same `token`, which means nothing here.
+/// One operation. The completion has the same `token`, which has no meaning to the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RemoteRequest {
-    /// Which objects exist? Completes with [`RemoteDone::Present`]. The answer is a hint: an object may go at any time.
+    /// Asks which objects exist. Completes with [`RemoteDone::Present`]. The answer is a hint: an object may be deleted
+    /// at any time.
     Probe {
         /// Returned in the completion.
         token: u64,
         /// The objects, at most 64.
         keys: Vec<ObjectKey>,
     },
-    /// Object -> arena. Completes with [`RemoteDone::Got`] only if the header says what was expected, and the checksum of
-    /// each part matches; else with [`RemoteError::Corrupt`].
+    /// Object -> arena. Completes with [`RemoteDone::Got`] only if the header has the expected fields, and the checksum
+    /// of each part matches; else with [`RemoteError::Corrupt`].
     Get {
         /// Returned in the completion.
         token: u64,
         /// The object.
         key: ObjectKey,
-        /// The fields that its header must have.
+        /// The fields that the object's header must have.
         expect: Box<Expected>,
-        /// The payloads to bring, in the object's order: often all. Others are not read, or dropped.
+        /// The payloads to bring, in the object's order: often all payloads. Other payloads are not read, or dropped.
         parts: Vec<RemotePart>,
     },
-    /// Arena -> object: the header, then each payload, filled with zeros to a multiple of 4,096 bytes. The object is never
-    /// visible in part. Completes with [`RemoteDone::Stored`] or [`RemoteDone::AlreadyThere`].
+    /// Arena -> object: the header, then each payload, filled with zeros to a multiple of 4,096 bytes. The object is
+    /// never visible in part. Completes with [`RemoteDone::Stored`] or [`RemoteDone::AlreadyThere`].
     Put {
         /// Returned in the completion.
         token: u64,
@@ -56,7 +57,7 @@ pub enum RemoteRequest {
         header: Box<[u8]>,
         /// All payloads, in the object's order.
         parts: Vec<RemotePart>,
-        /// Keep an object that exists, where the store can tell. Otherwise replace it.
+        /// Whether to keep an object that exists, if the store can find out. Otherwise the object is replaced.
         if_absent: bool,
     },
 }
@@ -77,9 +78,9 @@ pub enum RemoteDone {
     Present(u64),
     /// A get: the checksum of each part, which the store has compared with the header.
     Got(Vec<u64>),
-    /// A put: the object is there, whole.
+    /// A put: the whole object is in the store.
     Stored,
-    /// A put with `if_absent`: there is an object of this name already.
+    /// A put with `if_absent`: the store already had an object of this name.
     AlreadyThere,
 }
 
@@ -88,10 +89,10 @@ pub enum RemoteDone {
 pub enum RemoteError {
     /// There is no such object.
     NotFound,
-    /// The object is not the expected one, or a part does not match its checksum. The store deletes it if it may. An object
-    /// to be encrypted whose part in the arena does not match is not written.
+    /// The object is not the expected object, or a part does not match its checksum. The store deletes the object if it
+    /// may. In a put with encryption: a part in the arena does not match its checksum, and the object is not written.
     Corrupt,
-    /// The object is whole, and no key decrypts it as the one that was asked for. The store keeps it.
+    /// The object is whole, but no key decrypts it as the requested object. The store keeps the object.
     Cipher,
     /// The store does not know the credentials, or they do not allow the operation.
     Denied,
@@ -99,7 +100,7 @@ pub enum RemoteError {
     Throttled,
     /// The operation took too long: no connection within a second, or no byte for a second.
     Late,
-    /// The store cannot be reached, or answered with an error that is none of these.
+    /// The store cannot be reached, or answered with an error that no other variant names.
     Unreachable,
     /// The store has no room for the object.
     Full,
@@ -108,7 +109,8 @@ pub enum RemoteError {
 }
 
 impl RemoteError {
-    /// Whether this host finds no object of the name, or none that it can use; the store itself is well.
+    /// Whether the error concerns only the object: this host finds none of the name, or none that it can use. The store
+    /// works.
     pub fn is_of_object(self) -> bool {
         matches!(self, Self::NotFound | Self::Corrupt | Self::Cipher)
     }
@@ -145,8 +147,8 @@ impl std::fmt::Display for RemoteError {
     }
 }
 
-/// The end of one operation: exactly one for each request submitted. From then on the store neither reads nor writes the
-/// arena for it.
+/// The end of one operation: exactly one for each request submitted. From then on the store neither reads nor writes
+/// the arena for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteCompletion {
     /// The request's token.
@@ -159,15 +161,15 @@ pub struct RemoteCompletion {
 ///
 /// The maker gives the store the arena and the [`Waker`](crate::io::Waker) of the engine's IO thread
 /// ([`Driver::waker`](crate::driver::Driver::waker)), which the store wakes after a completion has become ready. The
-/// store limits how long an operation takes ([`RemoteError::Late`]); the engine waits no longer than its own limits, but
-/// the memory of an operation belongs to the store until the completion. The store may retry inside, if
-/// the limits hold. Dropping the store ends its operations, waits for those that may still touch the arena, for at most ten
+/// store limits how long an operation takes ([`RemoteError::Late`]); the engine waits no longer than its own limits,
+/// but the memory of an operation belongs to the store until the completion. The store may retry inside, if the limits
+/// hold. Dropping the store ends its operations, waits for those that may still touch the arena, for at most ten
 /// seconds, and after that leaks the memory that they use.
 pub trait RemoteStore: Send + std::fmt::Debug {
     /// `"file"`, `"s3"`, ...; shown to the operator.
     fn name(&self) -> &'static str;
-    /// Operations that may be submitted now: the engine sends no more. A store that queues inside says what still makes
-    /// sense to have in flight.
+    /// Operations that may be submitted now: the engine sends no more. A store with a queue of its own returns the
+    /// number that is still worth having in flight.
     fn room(&self) -> usize;
     /// Starts an operation.
     fn submit(&mut self, request: RemoteRequest);
@@ -184,14 +186,14 @@ pub enum RemoteWrite {
     All,
     /// Segments that a second request has used.
     SecondTouch,
-    /// None: the engine only reads.
+    /// No segments: the engine only reads.
     None,
 }
 
 /// Sizes and limits of the remote tier. Times are in nanoseconds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteConfig {
-    /// A segment has at least so many bytes of payloads (`remote_object`).
+    /// A segment has at least this many bytes of payloads (`remote_object`).
     pub object_bytes: u64,
     /// Which segments are written (`remote_write`).
     pub write: RemoteWrite,
@@ -201,7 +203,7 @@ pub struct RemoteConfig {
     pub window_bytes: u64,
     /// A probe that takes longer counts as failed.
     pub probe_ns: u64,
-    /// The store is late if it has gets, and none of them ends for this long.
+    /// The store is late if gets are in flight, and none of them ends for this long.
     pub stall_ns: u64,
     /// How long the absence of a prompt's first segment is remembered.
     pub absent_ns: u64,

@@ -18,8 +18,8 @@
 //! | 112 | 32 each | block hashes, padded with zeros |
 //! | then | 24 each | payloads: hash block (4), engine group (4), bytes (4), zero (4), CRC-64/NVME (8) |
 //!
-//! Payloads follow in this order, each at the next multiple of 4,096. So the place of everything in an object follows
-//! from its description alone, and a reader may ask for parts.
+//! Payloads follow in this order, each at the next multiple of 4,096. So the description alone determines the place of
+//! each payload, and a reader may request parts of an object.
 
 use crate::checksum::RunningChecksum;
 use crate::key::{BlockHash, HASH_BYTES_MAX, NamespaceDigest};
@@ -42,20 +42,20 @@ const PAYLOAD: usize = 24;
 /// One payload of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentPayload {
-    /// The hash block at whose end its block ends, counted from the segment's first.
+    /// The hash block at whose end the payload's block ends, counted from the segment's first hash block.
     pub hash_block: u32,
-    /// Its engine group.
+    /// The payload's engine group.
     pub group: u8,
-    /// Its bytes.
+    /// Bytes of the payload.
     pub len: u32,
 }
 
-/// Everything that two engines must agree on about an object: the content of its header but the checksums.
+/// All properties of an object on which two engines must agree: the content of its header without the checksums.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Expected {
     /// The namespace.
     pub namespace: NamespaceDigest,
-    /// The block hash before the segment's first; `None` at the start of a chain.
+    /// The block hash before the segment's first hash block; `None` at the start of a chain.
     pub parent: Option<BlockHash>,
     /// The block hashes, at most [`HASH_BLOCKS_MAX`], all of one length.
     pub hashes: Vec<BlockHash>,
@@ -72,20 +72,20 @@ pub struct SegmentHeader {
     pub checksums: Vec<u64>,
 }
 
-/// Why bytes are not the object that was asked for.
+/// Why bytes are not the requested object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SegmentError {
-    /// They end too early.
+    /// The bytes end too early.
     Truncated,
-    /// They do not begin as an object does.
+    /// The bytes do not begin with the magic of an object.
     NotOurs,
-    /// Another version of the format.
+    /// The format has another version.
     Version(u32),
     /// The header does not match its checksum.
     Checksum,
     /// A value that no writer produces.
     Value,
-    /// A whole object, but another one.
+    /// The bytes are another whole object.
     Other,
 }
 
@@ -128,7 +128,7 @@ impl Expected {
         self.header_bytes() + padded.sum::<u64>()
     }
 
-    /// Whether the format has room for it.
+    /// Whether the object is within the limits of the format.
     pub fn is_valid(&self) -> bool {
         let count = self.hashes.len();
         let len = self.hashes.first().map(|hash| hash.as_bytes().len());
@@ -146,15 +146,15 @@ impl SegmentHeader {
     /// The header's bytes, [`Expected::header_bytes`] many.
     ///
     /// # Panics
-    /// If it breaks a limit of [`Expected`], or there is not one checksum for each payload.
+    /// If the header breaks a limit of [`Expected`], or has not one checksum for each payload.
     pub fn encode(&self) -> Box<[u8]> {
         self.encode_as(REMOTE_VERSION)
     }
 
-    /// As [`SegmentHeader::encode`], of an object of this version.
+    /// Like [`SegmentHeader::encode`], for an object of this version.
     ///
     /// # Panics
-    /// Likewise.
+    /// Like [`SegmentHeader::encode`].
     pub fn encode_as(&self, version: u32) -> Box<[u8]> {
         let of = &self.described;
         assert!(
@@ -199,7 +199,7 @@ impl SegmentHeader {
         Self::decode_as(bytes, REMOTE_VERSION)
     }
 
-    /// As [`SegmentHeader::decode`], of an object of this version.
+    /// Like [`SegmentHeader::decode`], for an object of this version.
     ///
     /// # Errors
     /// Says why there is none.
@@ -258,7 +258,7 @@ impl SegmentHeader {
             hashes: hashes.collect::<Option<_>>()?,
             payloads: (0..payloads).map(payload).collect::<Option<_>>()?,
         };
-        // Shards of some heads only are not read yet.
+        // This version does not read objects with shards of only some heads.
         let is_whole = u32_at(bytes, 60) == 0 && u32_at(bytes, 64) == 0;
         let is_sized = u64::from(u32_at(bytes, 12)) == described.header_bytes();
         (is_whole && is_sized && described.is_valid()).then(|| Self {
@@ -278,7 +278,7 @@ pub fn verify(bytes: &[u8], expected: &Expected) -> Result<SegmentHeader, Segmen
     verify_as(bytes, expected, REMOTE_VERSION)
 }
 
-/// As [`verify`], of an object of this version.
+/// Like [`verify`], for an object of this version.
 ///
 /// # Errors
 /// Says why the bytes are not that object.

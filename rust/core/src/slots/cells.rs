@@ -1,4 +1,4 @@
-//! The owner of each slot that a page has. The number of a cell is that of the slot's record in the table.
+//! The owner of each slot, in a cell. A cell has the number of the slot's record in the table.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::{Owner, OwnerCell};
 use crate::pool::Pool;
 
-/// The cells of all pages: a run of them for each.
+/// The cells of all pages: each page has a run of cells.
 ///
 /// Invariant: the free runs are disjoint, and no two of them touch.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ impl Cells {
         u32::try_from(self.cells.len()).expect("a region has fewer than 2^32 slots")
     }
 
-    /// Has at least `count` cells.
+    /// Grows to at least `count` cells.
     pub(super) fn reserve(&mut self, count: u32) {
         let end = self.end();
         if let Some(missing) = count.checked_sub(end).filter(|&missing| missing > 0) {
@@ -57,7 +57,7 @@ impl Cells {
         self.by_length.remove(&(length, start));
     }
 
-    /// The free run that ends where the cells do; an empty one if there is none.
+    /// The free run at the end of the cells; empty if the last cell is in use.
     fn tail(&self) -> Range<u32> {
         let end = self.end();
         let last = self.free.last_key_value();
@@ -67,7 +67,7 @@ impl Cells {
         }
     }
 
-    /// Takes a run of `count` cells; the first. The shortest free run that is long enough gives them.
+    /// Takes `count` cells from the shortest free run that is long enough. Returns the first cell.
     pub(super) fn take(&mut self, count: u32) -> u32 {
         let found = self.by_length.range((count, 0)..).next().copied();
         let (length, start) = found.unwrap_or_else(|| {
@@ -80,7 +80,7 @@ impl Cells {
         start
     }
 
-    /// Takes a run of cells, if they are free. Those behind the end are.
+    /// Takes a run of cells, if they are free. Cells behind the end are free.
     pub(super) fn take_at(&mut self, run: Range<u32>) -> bool {
         let tail = self.tail();
         let before = self.free.range(..=run.start).next_back();
@@ -97,7 +97,7 @@ impl Cells {
         true
     }
 
-    /// Gives a run of cells back, whose slots are free.
+    /// Frees a run of cells, whose slots are free.
     pub(super) fn put(&mut self, run: Range<u32>) {
         for cell in run.clone() {
             *self.get_mut(cell) = OwnerCell::FREE;
@@ -105,7 +105,7 @@ impl Cells {
         self.join(run);
     }
 
-    /// Enters a run of free cells, as one with the free runs that it touches.
+    /// Adds a run of free cells, joined with the free runs that it touches.
     fn join(&mut self, mut run: Range<u32>) {
         if let Some((&start, &length)) = self.free.range(..run.start).next_back()
             && start + length == run.start
@@ -124,7 +124,7 @@ impl Cells {
         &mut self.cells[cell as usize]
     }
 
-    /// The owner of a cell, if the cell is there and has one.
+    /// The owner of a cell, if the cell exists and has an owner.
     pub(super) fn owner(&self, cell: u32) -> Option<Owner> {
         self.cells.get(cell as usize)?.get()
     }
@@ -136,7 +136,7 @@ impl Cells {
         cells.count()
     }
 
-    /// Bytes that they take.
+    /// Bytes that the cells take.
     pub(super) fn bytes(&self) -> u64 {
         // A set and a map of two words, about half full.
         let runs = self.free.len() * 2 * 2 * size_of::<(u32, u32)>();

@@ -1,24 +1,24 @@
-//! Recovery: slots that the table on disk says are in use, before any is given.
+//! Recovery: claims of slots that are in use by the table on disk, before any slot is allocated.
 
 use smallvec::SmallVec;
 
 use super::{Class, NO_PAGE, Owner, OwnerCell, Slots};
 
-/// Where a slot lies, by the record of it.
+/// Where a slot lies, by its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     class: Class,
     /// First unit of the page that the slot is in, or would be.
     unit: u32,
-    /// Index of the slot in that page.
+    /// Index of the slot in this page.
     slot: u32,
 }
 
-/// Owners and cells of the slots that a record claims for itself: mostly none.
+/// Owners and cells of the slots whose bytes a record claims, too: mostly none.
 pub(crate) type Rivals = SmallVec<[(Owner, u32); 2]>;
 
 impl Slots {
-    /// The table on disk has `records`: cells for slots that are claimed with them.
+    /// Makes cells for the slots that are claimed, since the table on disk has `records`.
     pub(crate) fn reserve_cells(&mut self, records: u32) {
         self.cells.reserve(records);
     }
@@ -30,7 +30,7 @@ impl Slots {
             return None;
         }
         let state = &self.classes[usize::from(class)];
-        // A power of two.
+        // The size of a page is a power of two.
         let page_bytes = self.unit_bytes << state.order;
         let within = offset & (page_bytes - 1);
         let slot = within / state.slot_bytes;
@@ -43,7 +43,7 @@ impl Slots {
         })
     }
 
-    /// Who has claimed the bytes of a slot, or of its page for another class, and with which cells.
+    /// The owners that have claimed the bytes of a slot, or its page for another class, with their cells.
     pub(crate) fn rivals(&self, place: Place) -> Rivals {
         if let Some(number) = self.page_at(place.unit)
             && self.page(number).class == place.class
@@ -60,7 +60,7 @@ impl Slots {
             .collect()
     }
 
-    /// Takes a slot without rivals (recovery); its cell, which is `record` unless that belongs to other slots.
+    /// Claims a slot without rivals. Returns its cell, which is `record` unless that cell belongs to another slot.
     pub(crate) fn claim(&mut self, place: Place, record: u32, owner: Owner) -> u32 {
         let Place { class, unit, slot } = place;
         let number = self.page_at(unit);
@@ -85,7 +85,7 @@ impl Slots {
         cell
     }
 
-    /// Takes a claim back.
+    /// Revokes a claim.
     pub(crate) fn unclaim(&mut self, class: Class, offset: u64) {
         let (number, cell) = (self.page_of(offset), self.cell_of(class, offset));
         *self.cells.get_mut(cell) = OwnerCell::FREE;
@@ -114,7 +114,7 @@ impl Slots {
         }
     }
 
-    /// Makes a page's list of free slots, the first of them first.
+    /// Makes a page's list of free slots, in ascending order.
     pub(super) fn link_free(&mut self, number: u32) {
         let page = self.page(number);
         let (mut first_free, mut free) = (0, 0);

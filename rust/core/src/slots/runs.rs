@@ -16,18 +16,18 @@ impl Run {
         (self.unit..self.unit + self.units).contains(&unit)
     }
 
-    /// Its first unit.
+    /// First unit of the run.
     pub(crate) fn first_unit(self) -> u32 {
         self.unit
     }
 }
 
-/// A run that is being emptied, or is empty, for one size class. It gives no slot to other classes.
+/// A run that is being emptied, or is empty, for one size class. Other classes get no slots of the run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ClosedRun {
     pub(super) run: Run,
     pub(super) class: Class,
-    /// Its pages in use.
+    /// Number of the run's pages in use.
     pub(super) pages: usize,
 }
 
@@ -43,8 +43,8 @@ impl Slots {
         Run { unit, units }
     }
 
-    /// The run that is `index`th of the region, where all are as large as pages of `class`, or more around
-    /// it. Counts on from the front behind the end.
+    /// The run with this index, if the region is cut into runs as large as pages of `class`; or a larger run around it.
+    /// Behind the last run, the count begins again with the first.
     pub(crate) fn run_number(&self, index: u64, class: Class) -> Run {
         let run_bytes = self.unit_bytes * u64::from(self.units(class));
         let runs = self.extent() / run_bytes;
@@ -56,8 +56,8 @@ impl Slots {
         u64::from(run.units) * self.unit_bytes
     }
 
-    /// The page of a run that holds `unit`, or comes next: its class and owners, and the unit behind it. `None` if the
-    /// rest of the run is free.
+    /// The page of a run that holds `unit`, or else the next page: its class, its owners, and the unit behind the page.
+    /// `None` if the rest of the run is free.
     pub(crate) fn owners_from(&self, run: Run, unit: u32) -> Option<(Class, Vec<Owner>, u32)> {
         let page = (unit..run.unit + run.units).find_map(|unit| {
             work::slots(1);
@@ -74,7 +74,7 @@ impl Slots {
         self.pages_of(run).is_empty()
     }
 
-    /// Whether a run still consists of whole pages, none of which is withheld: a page that came since may reach beyond it.
+    /// Whether a run still consists of whole pages, none of which is withheld: a newer page may reach beyond the run.
     pub(crate) fn is_whole(&self, run: Run) -> bool {
         !self.has_withheld(run)
             && self.pages_of(run).into_iter().all(|number| {
@@ -89,33 +89,33 @@ impl Slots {
         run.holds(self.unit_of(offset))
     }
 
-    /// Keeps the free cells of a run, and those that become free, for a page of `class`, until
-    /// [`Slots::open_run`] or a slot of that class is taken. One run at a time.
+    /// Keeps the free units of a run, and units that become free, for a page of `class`. Ends with
+    /// [`Slots::open_run`], or when a slot of the class is allocated there. One run at a time.
     pub(crate) fn close_run(&mut self, run: Run, class: Class) {
         assert!(self.closed.is_none(), "one run is closed at a time");
         let pages = self.pages_of(run);
         for &number in &pages {
             self.leave_partial(number);
         }
-        // A run that is free as a whole is part of a larger one.
+        // A wholly free run is part of a larger free run.
         assert!(!pages.is_empty(), "a run without pages is closed");
         self.free_units.withhold(run.unit, run.units);
         let pages = pages.len();
         self.closed = Some(ClosedRun { run, class, pages });
     }
 
-    /// The class that the closed run is for.
+    /// The class for which a run is closed.
     pub(crate) fn closed_for(&self) -> Option<Class> {
         self.closed.map(|closed| closed.class)
     }
 
-    /// The class that an empty run is kept for.
+    /// The class for which an empty run is kept.
     pub(crate) fn kept_for(&self) -> Option<Class> {
         let empty = self.closed.filter(|closed| closed.pages == 0);
         empty.map(|closed| closed.class)
     }
 
-    /// Free cells of the closed run may be taken by every class.
+    /// Opens the closed run: every class may take its free units.
     pub(crate) fn open_run(&mut self) {
         let Some(ClosedRun { run, .. }) = self.closed.take() else {
             return;

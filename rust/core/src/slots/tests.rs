@@ -50,7 +50,7 @@ fn claims_rebuild_the_same_state() {
 #[test]
 fn a_record_names_a_slot_only_where_one_begins_and_ends() {
     let mut slots = Slots::new(1 << 20, 256 << 10);
-    // Five slots, and a rest of 16 KiB.
+    // A page has five slots, and 16 KiB that no slot fits.
     let class = slots.class_for(48 << 10).unwrap();
     for at in 0..(1u64 << 20) / SLOT_ALIGN {
         let offset = at * SLOT_ALIGN;
@@ -90,7 +90,7 @@ fn a_page_whose_records_belong_to_others_gets_new_ones() {
     assert!(!slots.take_cell_at(3, OWNER));
     let moved = slots.claim(slots.place(class, 8192).unwrap(), 4, OWNER);
     assert_ne!(moved, 4);
-    // The slot is the page's second.
+    // The claimed slot is the page's second slot.
     let first = slots.place(class, 0).unwrap();
     assert_eq!(slots.claim(first, 3, OWNER), moved - 1);
     assert_eq!(slots.owner_of_cell(3), Some(OWNER));

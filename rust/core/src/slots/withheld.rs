@@ -12,7 +12,7 @@ impl Slots {
         self.unit_bytes * self.withheld_units
     }
 
-    /// The order of the largest page that is free, and has at most `bytes` or is of the smallest size.
+    /// The order of the largest free page that has at most `bytes`, or the smallest size.
     pub(crate) fn free_order(&self, bytes: u64) -> Option<u32> {
         let units = (bytes / self.unit_bytes).max(1);
         let most = (self.page_bytes / self.unit_bytes).min(units).ilog2();
@@ -60,7 +60,7 @@ impl Slots {
         Some(Run { unit, units })
     }
 
-    /// Gives a page back that was withheld.
+    /// Frees a withheld page for slots again.
     pub(crate) fn put_back(&mut self, run: Run) {
         work::slots(run.units as usize);
         let units = &mut self.page_at[run.unit as usize..(run.unit + run.units) as usize];
@@ -79,7 +79,7 @@ impl Slots {
         self.withheld_units > 0 && units.any(|unit| self.page_at[unit as usize] == WITHHELD)
     }
 
-    /// Where a run begins, in bytes, and its bytes.
+    /// The offset of a run in bytes, and the number of its bytes.
     pub(crate) fn run_range(&self, run: Run) -> (u64, u64) {
         (u64::from(run.unit) * self.unit_bytes, self.run_bytes(run))
     }

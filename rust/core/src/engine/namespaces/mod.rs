@@ -22,13 +22,13 @@ mod room;
 #[derive(Debug)]
 struct NamespaceState {
     digest: NamespaceDigest,
-    /// The instance in its records on disk: a reset begins a new one.
+    /// The instance in the namespace's records on disk. A reset begins a new instance.
     instance: u64,
-    /// It belongs to one session, whose weights may differ from the description's.
+    /// The namespace belongs to one session, whose weights may differ from the described weights.
     private: bool,
-    /// Not in the namespace table: its records end with the process.
+    /// The namespace is not in the namespace table: no restart finds its records.
     volatile: bool,
-    /// Tick of its last use, as far as it is known: sessions that open and close, records on disk.
+    /// Tick of the last known use: a session was opened or closed, or a record on disk has this tick.
     last_use: u64,
 }
 
@@ -54,9 +54,9 @@ impl EntryWrite {
 /// The namespaces of the engine, and writes of their entries.
 ///
 /// Invariants:
-/// - an instance is never given to two lives, nor to one that any directory knows;
-/// - one entry is written once at a time, in the order of its changes: an entry's old contents are never written after
-///   its clearing;
+/// - no two lives get the same instance, and no new life gets an instance that a directory knows;
+/// - each entry has one write at a time, in the order of its changes: an entry's old contents are never written after
+///   the entry was cleared;
 /// - a shared namespace that was reset is entered again only when every clearing write has succeeded.
 #[derive(Debug)]
 pub(super) struct Namespaces {
@@ -135,12 +135,12 @@ impl Namespaces {
         shared.map(|state| (&state.digest, is_kept(state, residency)))
     }
 
-    /// The shared namespace of a description, made if it is new, and entered in the tables that lack it. Where
-    /// there is no room for it, the namespace that was not used for longest goes, with its blocks; `is_unused`
-    /// tells those that no session uses.
+    /// The shared namespace of a description. A new namespace is made, and entered in the tables that lack it. Where
+    /// there is no room, the least recently used namespace is forgotten with its blocks; `is_unused` holds for
+    /// namespaces that no session uses.
     ///
     /// # Errors
-    /// If the description makes no sense, contradicts the one that is known, or does not fit.
+    /// If the description makes no sense, contradicts the known description, or does not fit.
     pub(super) fn register(
         &mut self,
         spec: NamespaceSpec,
@@ -167,7 +167,7 @@ impl Namespaces {
             }
             return Ok(ns);
         }
-        // No namespace is forgotten for one that does not fit.
+        // No other namespace is forgotten for a namespace that does not fit.
         residency.fit(spec.clone())?;
         fit_entry(&spec)?;
         self.make_room(self.shared_max.saturating_sub(1), residency, &is_unused);
@@ -185,7 +185,7 @@ impl Namespaces {
     /// Whether there may be another shared namespace.
     ///
     /// # Errors
-    /// If there are as many as an engine has at most.
+    /// If the engine has as many as it may have.
     fn check_count(&self) -> Result<(), RegisterError> {
         let count = self.shared_count();
         if count >= self.shared_max {
@@ -198,7 +198,7 @@ impl Namespaces {
         self.table.iter().filter(|state| !state.private).count()
     }
 
-    /// A session of a namespace is opened or closed, at `used_s` seconds since 1970: its entries say so.
+    /// Writes into a namespace's entries that a session was opened or closed at `used_s` seconds since 1970.
     pub(super) fn used(&mut self, ns: NsId, residency: &mut Residency, used_s: u32) {
         let tick = residency.next_tick();
         self.note_use(ns, tick);
@@ -234,7 +234,7 @@ impl Namespaces {
         }
     }
 
-    /// A namespace is used at `tick`.
+    /// Notes that a namespace is used at `tick`.
     pub(super) fn note_use(&mut self, ns: NsId, tick: u64) {
         let state = self.state_mut(ns);
         state.last_use = state.last_use.max(tick);
@@ -371,8 +371,8 @@ impl Namespaces {
         }
     }
 
-    /// A namespace begins another life, at an index of its own: no earlier block or record belongs to it. Ends the old
-    /// life, durably. The caller moves the sessions.
+    /// Begins another life of a namespace, at another index: no earlier block or record belongs to the new life. Ends
+    /// the old life durably. The caller moves the sessions.
     pub(super) fn begin_new_life(
         &mut self,
         ns: NsId,
@@ -383,7 +383,7 @@ impl Namespaces {
         // Private at first: the number of shared namespaces may be at its limit.
         let added = self.add_private(ns, residency, is_unused);
         self.vacate(ns, residency);
-        // If no index is left, the namespace keeps its own, and this entry removes all its blocks.
+        // If no index is left, the namespace keeps its index, and this call removes all its blocks.
         let new = added.unwrap_or_else(|_| {
             residency.finish_removals();
             ns
@@ -399,12 +399,12 @@ impl Namespaces {
         new
     }
 
-    /// A directory that was absent can be used: the lives that ended meanwhile have left no blocks on it.
+    /// An absent directory has become usable. It holds no blocks of lives that ended meanwhile.
     pub(super) fn note_reach(&mut self, residency: &Residency) {
         self.reset_beyond_reach &= residency.disks().iter().any(Disk::is_absent);
     }
 
-    /// Empties an entry of a namespace table, durably: its namespace's life on the directory ends.
+    /// Clears an entry of a namespace table durably: the life of the entry's namespace on this directory ends.
     pub(super) fn clear_entry(
         &mut self,
         device: DeviceIndex,
@@ -422,8 +422,8 @@ impl Namespaces {
         });
     }
 
-    /// Makes entries for reset namespaces, if sessions still have the description's weights, and for the namespaces
-    /// that found no room. Waits until no record from before a reset can return.
+    /// Makes entries for reset namespaces whose sessions still have the described weights, and for namespaces that
+    /// found no room. Does nothing while a record from before a reset could still return.
     fn enter_again(&mut self, residency: &mut Residency) {
         if self.clearing().next().is_some() {
             return;
@@ -437,7 +437,7 @@ impl Namespaces {
         }
     }
 
-    /// Whether a reset is not durable yet, and may be soon.
+    /// Whether a reset is not durable yet, and a write that makes it durable has not failed.
     pub(super) fn reset_pending(&self) -> bool {
         self.clearing().any(|write| !write.failed)
     }
@@ -505,7 +505,7 @@ impl Namespaces {
     /// The write of an entry has ended.
     ///
     /// # Errors
-    /// If the device failed it: it will be tried again.
+    /// If the device failed the write. The write will be tried again.
     pub(super) fn write_ended(
         &mut self,
         (device, index): (DeviceIndex, usize),
@@ -534,7 +534,7 @@ impl Namespaces {
         Err(fault)
     }
 
-    /// A directory knows this instance.
+    /// Notes that a directory knows this instance.
     pub(super) fn note_instance(&mut self, instance: u64) {
         self.instances.insert(instance);
     }
@@ -567,7 +567,7 @@ fn is_kept(state: &NamespaceState, residency: &Residency) -> bool {
     disks.all(|disk| disk.namespace_entries.contains(&state.instance))
 }
 
-/// Whether a directory that is there has no entry of a namespace.
+/// Whether a directory that is not absent lacks an entry of a namespace.
 fn lacks_entry(state: &NamespaceState, residency: &Residency) -> bool {
     let mut there = residency.disks().iter().filter(|disk| !disk.is_absent());
     there.any(|disk| !disk.namespace_entries.contains(&state.instance))

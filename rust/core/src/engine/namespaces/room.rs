@@ -70,7 +70,7 @@ impl Namespaces {
         }
     }
 
-    /// The namespaces whose digest begins with `digits` and that blocks may belong to: shared, or of a session.
+    /// The namespaces that may have blocks, shared or of a session, and whose digest begins with `digits`.
     pub(in crate::engine) fn named(
         &self,
         digits: &str,
@@ -83,15 +83,15 @@ impl Namespaces {
         named.map(|(ns, _)| ns).collect()
     }
 
-    /// Forgets a namespace and its blocks: from now on no lookup finds them. Its index is free once the blocks are
-    /// removed, which takes many entries of the engine, and nothing uses them.
+    /// Forgets a namespace and its blocks: from now on no lookup finds them. Its index becomes free when all blocks are
+    /// removed and unused. The removal takes many entries of the engine.
     pub(in crate::engine) fn vacate(&mut self, ns: NsId, residency: &mut Residency) {
         residency.remove_namespace(ns);
         let old = self.instance(ns);
         for device in residency.devices() {
             for index in 0..residency.disk_mut(device).namespace_entries.len() {
                 if residency.disk_mut(device).namespace_entries[index] == old {
-                    // The entry is cleared durably: a reset of the namespace's next life must not let this one return.
+                    // The entry is cleared durably: a reset of the namespace's next life must not let this life return.
                     self.clear_entry(device, index, residency);
                 }
             }

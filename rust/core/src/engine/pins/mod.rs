@@ -65,12 +65,12 @@ pub(super) struct Pins {
     pins: SlotMap<PinKey, Pin>,
     tree: PinTree,
     names: HashMap<(NsId, Box<str>), PinKey>,
-    /// The least recently used first.
+    /// Pins in the order of their last use.
     by_use: BTreeSet<(u64, PinKey)>,
-    /// The first to end first.
+    /// Pins in the order in which their times end.
     by_end: BTreeSet<(u64, PinKey)>,
     uses: u64,
-    /// The last one that was looked at, see [`LOOKS`].
+    /// The pin that was looked at last, see [`LOOKS`].
     looked_at: (u64, PinKey),
 }
 
@@ -89,7 +89,7 @@ impl Pins {
         }
     }
 
-    /// Sets the budget. Pins that exceed it stay, and no other comes.
+    /// Sets the budget, at least to the bytes that are pinned now: no pin ends.
     pub(super) fn set_budget(&mut self, budget: u64) {
         self.budget = budget.max(self.bytes);
     }
@@ -110,7 +110,7 @@ impl Pins {
         self.pins.is_empty()
     }
 
-    /// Whether pins have to end by now.
+    /// Whether the time of a pin is over.
     pub(super) fn is_due(&self, now_ns: u64) -> bool {
         let first = self.by_end.first();
         first.is_some_and(|&(ends_ns, _)| ends_ns <= now_ns)
@@ -170,8 +170,8 @@ impl Pins {
         })
     }
 
-    /// Ends pins, the least recently used ones first, until there is room for the bytes that a pin of `depth` needs
-    /// beyond the `shared` ones.
+    /// Ends pins, the least recently used ones first, until there is room for a pin of `depth`, whose first blocks
+    /// are `shared`.
     fn make_room(
         &mut self,
         ns: NsId,
@@ -255,8 +255,8 @@ impl Pins {
         self.by_end.insert((ends_ns, key));
     }
 
-    /// A request has used the chain of `hashes`, the first `depth` hash blocks of which are in the index: the pins
-    /// that end there live on.
+    /// Renews the pins that end on the chain of `hashes`, which a request has used. The first `depth` hash blocks of
+    /// the chain are in the index.
     pub(super) fn used(
         &mut self,
         ns: NsId,
@@ -282,7 +282,8 @@ impl Pins {
         }
     }
 
-    /// Ends the pin of a name, or without a name those of the chain of `hashes`. Returns the depth of the deepest.
+    /// Ends the pin of a name. Without a name, ends the pins on the chain of `hashes`. Returns the depth of the deepest
+    /// pin that ended.
     pub(super) fn release(
         &mut self,
         (ns, name): (NsId, &str),
@@ -309,7 +310,7 @@ impl Pins {
         deepest
     }
 
-    /// Ends some of the pins whose time is over, and of those that have lost their blocks.
+    /// Ends some of the pins whose time is over, and some that have lost their blocks.
     pub(super) fn step(&mut self, now_ns: u64, residency: &mut Residency, counters: &mut Counters) {
         for _ in 0..ENDED_MAX {
             let first = self.by_end.first().copied();
@@ -334,7 +335,7 @@ impl Pins {
         }
     }
 
-    /// A running request finds no memory although nothing is being written or freed: the least recently used pin ends.
+    /// Ends the least recently used pin: a running request finds no memory although nothing is being written or freed.
     pub(super) fn give_way(&mut self, residency: &mut Residency, counters: &mut Counters) {
         if let Some(&(_, key)) = self.by_use.first() {
             counters.pins_gave_way += 1;
@@ -412,7 +413,7 @@ impl Pins {
     }
 }
 
-/// Bytes that a pin of `depth` takes beyond the shared ones.
+/// Bytes that a pin of `depth` takes beyond the shared bytes.
 fn needed(residency: &Residency, ns: NsId, shared: &Shared, depth: u32) -> u64 {
     residency.chain_bytes(ns, shared.depth.min(depth), depth) + residency.end_bytes(ns, depth)
 }
@@ -421,8 +422,8 @@ fn fits(residency: &Residency, ns: NsId, shared: &Shared, depth: u32, room: u64)
     needed(residency, ns, shared, depth) <= room
 }
 
-/// The largest number up to `most` for which a condition holds that holds for all smaller ones, or nearly so; 0 if
-/// there is none.
+/// The largest number up to `most` for which `holds` is true; 0 if there is none. `holds` is true, or nearly so, for
+/// all smaller numbers.
 fn largest(most: u32, holds: impl Fn(u32) -> bool) -> u32 {
     let (mut low, mut high) = (0, most + 1);
     while high - low > 1 {

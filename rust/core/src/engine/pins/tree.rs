@@ -16,7 +16,7 @@ slotmap::new_key_type! {
     pub(super) struct SpanKey;
 }
 
-/// A run of nodes of one chain, front to back. A pin keeps the run that it ends with, and all above.
+/// A run of nodes of one chain, front to back. A pin keeps the run in which it ends, and all runs above.
 #[derive(Debug)]
 struct Span {
     above: Option<SpanKey>,
@@ -27,7 +27,7 @@ struct Span {
     below: BTreeSet<SpanKey>,
     /// Pins of the last node.
     pins: BTreeSet<PinKey>,
-    /// The one of these without a name.
+    /// The pin of the last node that has no name.
     unnamed: Option<PinKey>,
 }
 
@@ -88,7 +88,7 @@ impl PinTree {
                 shared.full.push((shared.depth, key));
                 continue;
             }
-            // Up to `low` the chain has every node, and it has not the one at `high`.
+            // The chain has every node up to `low`, and lacks the node at `high`.
             let (mut low, mut high) = (0, last);
             while high - low > 1 {
                 let middle = low + (high - low) / 2;
@@ -104,13 +104,13 @@ impl PinTree {
         }
     }
 
-    /// Pins that end on a chain, the deepest ones first: each of them keeps the blocks of the later ones.
+    /// Pins that end on a chain, the deepest first: each pin also keeps the blocks of the pins that follow.
     pub(super) fn pins_on<'a>(&'a self, shared: &'a Shared) -> impl Iterator<Item = PinKey> + 'a {
         let spans = shared.full.iter().rev();
         spans.flat_map(|&(_, key)| self.spans[key].pins.iter().copied())
     }
 
-    /// Those without a name, in the same order.
+    /// The pins without a name that end on a chain, the deepest first.
     pub(super) fn unnamed_on<'a>(
         &'a self,
         shared: &'a Shared,
@@ -128,14 +128,15 @@ impl PinTree {
         self.spans[last].unnamed.filter(|_| end == depth)
     }
 
-    /// Whether a chain has a run in full, also if pins have ended since: runs that are joined keep the end of the lower.
+    /// Whether a chain has a run in full. `shared` may be older than the end of some pins: joined runs keep the end of
+    /// the lower run.
     pub(super) fn is_on(&self, shared: &Shared, key: SpanKey) -> bool {
         let end = self.spans[key].end();
         let at = shared.full.binary_search_by_key(&end, |&(end, _)| end);
         at.is_ok_and(|at| shared.full[at].1 == key)
     }
 
-    /// Adds a pin, with a name or without, to the last node of a chain: `new` are its nodes that are not in the tree.
+    /// Adds a pin, with a name or without, to the last node of a chain. `new` are the chain's nodes outside the tree.
     /// The node has no other pin without a name.
     pub(super) fn add(
         &mut self,
@@ -190,7 +191,7 @@ impl PinTree {
         upper
     }
 
-    /// Ends a pin of the run `key`. Returns the depths (exclusive, inclusive) that no pin keeps any more.
+    /// Ends a pin of the run `key`. Returns the range of depths (exclusive, inclusive) that no pin keeps any more.
     pub(super) fn remove(&mut self, key: SpanKey, pin: PinKey) -> (u32, u32) {
         work::index();
         let span = &mut self.spans[key];
@@ -241,7 +242,7 @@ impl PinTree {
         }
     }
 
-    /// Runs as the depths (exclusive, inclusive) of their nodes, and the last of these.
+    /// Each run as the range of depths (exclusive, inclusive) of its nodes, and the last node.
     #[cfg(feature = "check")]
     pub(super) fn runs(&self) -> impl Iterator<Item = (u32, u32, NodeId)> + '_ {
         let spans = self.spans.values();

@@ -20,7 +20,7 @@ pub(super) struct Trust {
     surprised: f64,
 }
 
-/// Such a sample tells that something has changed.
+/// A sample is a surprise if it and its prediction differ by more than this factor.
 const SURPRISE: f64 = 3.0;
 
 /// Reads of a device: many at once, each soon followed by others. A device that has become slow shows it in many
@@ -32,7 +32,7 @@ pub(super) const READS: Trust = Trust {
     surprised: 0.5,
 };
 
-/// Copies to a device: few, and always about as fast, but for those that another prompt's step holds up.
+/// Copies to a device: few, and always about equally fast, except the copies that another prompt's step delays.
 pub(super) const COPIES: Trust = Trust {
     known: 8,
     half_life_ns: 1e10,
@@ -58,7 +58,7 @@ pub(super) struct Line {
     bytes: f64,
     ns: f64,
     bytes_ns: f64,
-    /// The sum of squares: how many samples count.
+    /// How many samples count: the sum of squares for the fit.
     count: f64,
     samples: u32,
     /// When the last sample came.
@@ -68,7 +68,7 @@ pub(super) struct Line {
 }
 
 impl Line {
-    /// Nothing is known yet.
+    /// A line without samples.
     pub(super) const fn new(trust: Trust) -> Self {
         Self {
             trust,
@@ -121,7 +121,7 @@ impl Line {
         (self.latency_ns, self.ns_per_byte) = if makes_sense {
             (latency, slope)
         } else if slope < 0.0 {
-            // The larger reads were the faster: all sizes are assumed to take the same time.
+            // The larger reads took less time: all sizes are assumed to take the same time.
             (self.ns / self.weight, 0.0)
         } else {
             (0.0, through_zero)
@@ -142,7 +142,7 @@ impl Line {
         self.latency_ns
     }
 
-    /// Bytes a second beside the latency; 0 if nothing is known.
+    /// Bytes a second without the latency; 0 if nothing is known.
     pub(super) fn bytes_per_s(&self) -> f64 {
         if self.ns_per_byte > 0.0 {
             1e9 / self.ns_per_byte

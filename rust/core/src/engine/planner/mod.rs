@@ -1,8 +1,8 @@
-//! Load or compute: how long a load will take, how long computing would, and which is started and awaited.
+//! Load or compute: how long a load will take, how long computing would take, and which loads are started and awaited.
 //!
 //! The planner learns from operations that run anyway: finished reads of each device ([`rates`]), gets from the remote
-//! store ([`remote`]), copies of the workers ([`line`]), steps that the connector reports ([`step_model`]). [`plan`] decides of times alone. The planner belongs
-//! to the engine: it has no clock, and decides the same for the same events.
+//! store ([`remote`]), copies of the workers ([`line`]), steps that the connector reports ([`step_model`]). [`plan`]
+//! decides from these times alone. The planner has no clock, so the same events lead to the same decisions.
 
 mod counts;
 mod line;
@@ -26,15 +26,15 @@ pub(super) use plan::{Reason, Stop};
 pub(super) use rates::{Rates, ReadShare};
 pub(super) use remote::{Fetch, RemoteRates};
 
-/// Without a prediction, a hit that gains fewer tokens is not worth a load, which takes a step more than computing.
+/// Without a prediction, a load must gain at least this many tokens: a load takes a step more than computing.
 const LEAST_UNKNOWN: u32 = 64;
 
-/// After this time without a read, some reads are made although they seem too slow, and so is a load from host
-/// memory: their times may have changed.
+/// After this time without a read, the engine makes some reads although they seem too slow: their times may have
+/// changed. The same holds for loads from host memory.
 pub(super) const MEASURE_AFTER_NS: u64 = 250_000_000;
 
 /// A read is started only if it could take this multiple of its predicted time before the guarantee ends the wait. A
-/// wait that the guarantee ends costs more than a read gains that is hardly faster than computing.
+/// read that is hardly faster than computing gains less than a wait costs that the guarantee ends.
 const SLOWER: f64 = 1.1;
 
 /// Tokens of a long prompt, for the gauges.
@@ -43,18 +43,18 @@ const LONG: u32 = 32 << 10;
 /// How long tokens take to come from a disk, or from the remote store.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reading {
-    /// Nanoseconds until the first part has come that is of use by itself.
+    /// Nanoseconds until the first usable part has arrived.
     pub(super) first_ns: f64,
-    /// Nanoseconds until all have come.
+    /// Nanoseconds until all tokens have arrived.
     pub(super) all_ns: f64,
-    /// Tokens of such a part.
+    /// Tokens of a usable part.
     pub(super) block: u32,
-    /// Tokens that are on their way at once: that they have not come is no delay.
+    /// Tokens that are in flight at once. Tokens in flight do not count as delayed.
     pub(super) together: u32,
     pub(super) is_prefetch: bool,
     /// Expected part of the tokens that the store has.
     pub(super) present: f64,
-    /// Nanoseconds until the store has answered that it has none.
+    /// Nanoseconds until the store has answered that it has none of the tokens.
     pub(super) absent_ns: f64,
     /// Enough was measured for these times.
     pub(super) is_known: bool,
@@ -95,7 +95,7 @@ impl Planner {
         }
     }
 
-    /// A vLLM has run steps.
+    /// Learns from steps that a vLLM has run.
     pub(super) fn add_steps(&mut self, session: SessionId, steps: &[Step]) {
         self.latest = Some(session);
         let Some(entry) = self.models.entry(session) else {
@@ -105,7 +105,7 @@ impl Planner {
         steps.iter().for_each(|step| model.steps.add(step));
     }
 
-    /// Workers have copied a load.
+    /// Learns from a load that workers have copied.
     pub(super) fn add_copy(&mut self, session: SessionId, bytes: u64, took_ns: u64, now_ns: u64) {
         if let Some(entry) = self.models.entry(session) {
             let model = entry.or_default();
@@ -116,7 +116,7 @@ impl Planner {
         }
     }
 
-    /// A session was closed.
+    /// Forgets a session that was closed.
     pub(super) fn forget(&mut self, session: SessionId) {
         self.models.remove(session);
     }
@@ -150,7 +150,7 @@ impl Planner {
         })
     }
 
-    /// Whether to bring the tokens that a load up to `to` needs beyond one up to `from`.
+    /// Whether to read the tokens that a load up to `to` needs and a load up to `from` does not.
     pub(super) fn start(
         &mut self,
         prompt: &Prompt,
@@ -185,9 +185,9 @@ impl Planner {
         })
     }
 
-    /// Whether a wait for the tokens up to `boundary` ends now, and why. The tokens up to `arrived` have come; the
-    /// next `block` tokens come together. `rest_ns`: time until all have come; `None` without a prediction, or if the
-    /// prediction shall not count.
+    /// Whether a wait for the tokens up to `boundary` ends now, and why. The tokens up to `arrived` have arrived; the
+    /// next `block` tokens arrive together. `rest_ns`: time until all tokens have arrived; `None` without a prediction,
+    /// or if the prediction shall not count.
     pub(super) fn stop(
         &self,
         prompt: &Prompt,
@@ -237,7 +237,7 @@ impl Planner {
     }
 }
 
-/// The time in which vLLM computes earlier requests is left out: a wait costs nothing in that time.
+/// Leaves out the time in which vLLM computes earlier requests: a wait costs nothing in that time.
 fn without_queue(model: &Model, prompt: &Prompt, reading: &Reading) -> (Prompt, Reading) {
     if !reading.is_prefetch {
         return (*prompt, *reading);
@@ -257,8 +257,8 @@ fn without_queue(model: &Model, prompt: &Prompt, reading: &Reading) -> (Prompt, 
     (prompt, reading)
 }
 
-/// The way that brings the tokens up to `to`, the one that does without those after `from`, and whether the first is
-/// safe from the guarantee.
+/// The way that loads the tokens up to `to`, the way that loads only the tokens up to `from`, and whether the guarantee
+/// would let the first way take a little longer than predicted.
 fn ways(
     model: &Model,
     prompt: &Prompt,

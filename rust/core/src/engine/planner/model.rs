@@ -10,7 +10,7 @@ use super::step_model::StepModel;
 #[derive(Debug)]
 pub(super) struct Model {
     pub(super) steps: StepModel,
-    /// From a load's begin to the end of its copies, less the step that runs meanwhile.
+    /// Times from the begin of a load to the end of its copies, less the step that runs meanwhile.
     pub(super) copies: Line,
 }
 
@@ -31,15 +31,15 @@ pub(in crate::engine) struct Prompt {
     pub(in crate::engine) computed: u32,
     /// Tokens to compute or load, from the start of the prompt.
     pub(in crate::engine) end: u32,
-    /// Tokens that vLLM computes before it.
+    /// Tokens that vLLM computes before this prompt.
     pub(in crate::engine) queued: u32,
-    /// Bytes that a load copies for each token, about.
+    /// About the number of bytes that a load copies for each token.
     pub(in crate::engine) bytes_per_token: f64,
 }
 
 impl Model {
-    /// The time that a wait of this many nanoseconds takes until vLLM asks again, which it does once a step. On
-    /// average the wait ends in the middle of a step.
+    /// The time of a wait of `wait_ns` nanoseconds, and of the rest of the step in which it ends: vLLM looks up again
+    /// once a step. On average the wait ends in the middle of a step.
     pub(super) fn until_asked_ns(&self, wait_ns: f64) -> f64 {
         if wait_ns <= 0.0 {
             return 0.0;
@@ -48,8 +48,8 @@ impl Model {
         wait_ns.max(turn_ns / 2.0) + turn_ns / 2.0
     }
 
-    /// A load up to `to`: computing that it saves, and its copy. vLLM computes the rest in the step after that of the
-    /// copy.
+    /// A load up to `to`: the computing that the load saves, and the time of its copy. vLLM computes the remaining
+    /// tokens in the step after the step of the copy.
     pub(super) fn way(&self, prompt: &Prompt, to: u32) -> Way {
         if to <= prompt.computed {
             return Way::NONE;
@@ -61,7 +61,7 @@ impl Model {
         }
     }
 
-    /// A wait for the tokens up to `boundary`, of which those up to `arrived` have come, in blocks of `block` tokens.
+    /// A wait for the tokens up to `boundary`, in blocks of `block` tokens. The tokens up to `arrived` have arrived.
     pub(super) fn wait(
         &self,
         prompt: &Prompt,
@@ -83,8 +83,8 @@ impl Model {
         }
     }
 
-    /// Whether the guarantee would end a wait in which the tokens between two come as predicted, but `slower` times as
-    /// late.
+    /// Whether the guarantee would end a wait in which the tokens from `from` to `to` take `slower` times as long as
+    /// predicted.
     pub(super) fn is_cut_short(
         &self,
         prompt: &Prompt,
@@ -100,10 +100,10 @@ impl Model {
         let [first_ns, all_ns] = [reading.first_ns, reading.all_ns].map(|ns| ns * slower);
         let block_ns = (all_ns - first_ns) / f64::from((blocks - 1).max(1));
         let turn_ns = self.steps.turn_ns();
-        // The loss grows or falls from the second block on: its most is at an end.
+        // From the second block on, the loss only grows or only falls: it is largest at the second or the last block.
         let is_ended_before = |block: u32| {
             let comes_ns = first_ns + f64::from(block) * block_ns;
-            // The scheduler asks once a step: its last question before the block comes counts.
+            // The scheduler looks up once a step: the last lookup before the block arrives counts.
             let asked_ns = if turn_ns > 0.0 {
                 ((comes_ns / turn_ns).ceil() - 1.0) * turn_ns
             } else {

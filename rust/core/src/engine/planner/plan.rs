@@ -1,6 +1,6 @@
 //! The planner's decisions, as functions of times alone.
 
-/// A load must gain this part of the time that it saves: a prediction is no better than that.
+/// A load must gain this part of the time that it saves: predictions are no more exact.
 const SLACK: f64 = 0.1;
 /// Two ways whose times differ by no more than this part are near-even.
 const NEAR_EVEN: f64 = 0.25;
@@ -10,12 +10,12 @@ const OTHER_WAY: u64 = 100;
 /// The reason for a decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum Reason {
-    /// It takes less time by the prediction.
+    /// The chosen way takes less time by the prediction.
     Faster,
     /// Too little was measured for a prediction.
     Unknown,
-    /// It takes more time by the prediction. But nothing was read for long: reads for which no request waits tell how
-    /// fast the device is now.
+    /// The load takes more time by the prediction. But nothing was read for long: reads for which no request waits show
+    /// how fast the device is now.
     Measure,
     /// A near-even decision that went the other way.
     OtherWay,
@@ -24,14 +24,14 @@ pub(in crate::engine) enum Reason {
 /// One way to get a prompt's tokens, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::engine) struct Way {
-    /// Computing that it saves.
+    /// Computing time that this way saves.
     pub(in crate::engine) saved_ns: f64,
-    /// Time that it takes instead.
+    /// Time that this way takes instead.
     pub(in crate::engine) cost_ns: f64,
 }
 
 impl Way {
-    /// To load nothing.
+    /// The way that loads nothing.
     pub(in crate::engine) const NONE: Self = Self {
         saved_ns: 0.0,
         cost_ns: 0.0,
@@ -42,9 +42,9 @@ impl Way {
     }
 }
 
-/// Whether to take the way `more` instead of `less`: its gain must exceed that of `less` by a part of the time that
-/// `more` saves. `is_safe`: the guarantee would not end the wait if it took a little longer. `near_even` counts
-/// near-even decisions.
+/// Whether to take the way `more` instead of `less`: the gain of `more` must exceed the gain of `less` by a part of the
+/// time that `more` saves. `is_safe`: the guarantee would not end a wait that takes a little longer than predicted.
+/// `near_even` counts near-even decisions.
 pub(in crate::engine) fn start(
     more: Way,
     less: Way,
@@ -67,9 +67,10 @@ pub(in crate::engine) fn start(
 /// Why a wait ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum Stop {
-    /// The rest takes longer than it saves.
+    /// The tokens that have not arrived take longer than they save.
     Rest,
-    /// The part of the computing time that may be waited is over, and less than a proportional part has come.
+    /// The wait has lost the part of the computing time that it may lose. Or it has lasted that long, and the tokens
+    /// arrive more slowly than computing would produce them.
     Guarantee,
 }
 
@@ -77,26 +78,26 @@ pub(in crate::engine) enum Stop {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::engine) struct Wait {
     pub(in crate::engine) waited_ns: f64,
-    /// Time that computing would take at least instead of waiting, from the start: for the awaited tokens, and for the
-    /// tokens that vLLM would compute before them.
+    /// The least time that computing would take instead of the wait, from the start: for the awaited tokens, and for
+    /// the tokens that vLLM would compute before them.
     pub(in crate::engine) compute_ns: f64,
-    /// The part of the tokens that has come, 0 to 1.
+    /// The part of the tokens that has arrived, 0 to 1.
     pub(in crate::engine) arrived: f64,
-    /// The part of the tokens that one block has: a block comes all at once.
+    /// The part of the tokens that lies in one block: the tokens of a block arrive together.
     pub(in crate::engine) block: f64,
-    /// All awaited payloads.
+    /// The way that loads all awaited payloads.
     pub(in crate::engine) all: Way,
-    /// The payloads that have come.
+    /// The way that loads the payloads that have arrived.
     pub(in crate::engine) here: Way,
-    /// Time until all payloads have come; `None` if there is no prediction, or it shall not count.
+    /// Time until all payloads have arrived; `None` if there is no prediction, or if the prediction shall not count.
     pub(in crate::engine) rest_ns: Option<f64>,
 }
 
-/// Whether a wait ends before all payloads have come. `margin` is the part of the computing time that a wait may always
+/// Whether a wait ends before all payloads have arrived. `margin` is the part of the computing time that every wait may
 /// take.
 pub(in crate::engine) fn stop(wait: &Wait, margin: f64) -> Option<Stop> {
     let most_ns = margin * wait.compute_ns;
-    // The payloads that have come are still to be copied.
+    // The payloads that have arrived are still to be copied.
     let lost_ns = wait.waited_ns + wait.here.cost_ns - wait.arrived * wait.compute_ns;
     let is_late = wait.waited_ns >= most_ns;
     let lags = (wait.arrived + wait.block) * wait.compute_ns < wait.waited_ns;

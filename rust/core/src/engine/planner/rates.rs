@@ -12,9 +12,9 @@ use super::remote::RemoteRates;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) struct ReadShare {
     device: DeviceIndex,
-    /// Bytes that are to be read for it.
+    /// Bytes that are still to be read for the promotion.
     left: u64,
-    /// Bytes that were queued before it when it came, or became a demand.
+    /// Bytes that were queued before the promotion when it was queued, or when it became a demand.
     ahead: u64,
     /// The device's `passed` at that time.
     since: u64,
@@ -60,7 +60,7 @@ impl Rates {
         &mut self.devices[device.index()]
     }
 
-    /// A promotion waits for its turn. The numbers are the bytes that it reads from each device.
+    /// Queues a promotion. The numbers are the bytes that the promotion reads from each device.
     pub(in crate::engine) fn enqueue(
         &mut self,
         bytes: &[(DeviceIndex, u64)],
@@ -126,7 +126,7 @@ impl Rates {
         }
     }
 
-    /// A read has ended, before which the device had `ahead` bytes to read, those of the read among them.
+    /// A read has ended. When it began, the device had `ahead` bytes to read, the bytes of this read among them.
     pub(in crate::engine) fn read_ended(
         &mut self,
         index: DeviceIndex,
@@ -189,7 +189,7 @@ impl Rates {
         answering().map(of_device).fold(0.0, f64::max)
     }
 
-    /// Whether a rate is known, and every device that was read has one.
+    /// Whether some device was read, and the rates of all devices that were read are known.
     pub(in crate::engine) fn are_known(&self) -> bool {
         let mut read = self
             .devices
@@ -237,7 +237,7 @@ impl Rates {
 }
 
 impl DeviceRate {
-    /// Bytes that are read before those of one that comes now: prefetches wait for demands.
+    /// Bytes that are read before the bytes of a promotion that is queued now: prefetches wait for demands.
     fn ahead_of(&self, priority: Priority) -> u64 {
         let [demanded, prefetched] = self.queued;
         match priority {

@@ -1,4 +1,4 @@
-//! The remote store: how long gets take, and how much of the tokens that are asked for is there.
+//! The remote store: how long gets take, and which part of the wanted tokens the store has.
 
 use crate::metrics::Gauges;
 
@@ -6,49 +6,49 @@ use super::line::{GETS, Line};
 
 /// Part of the learned values that stays when a flight has ended, or a round of probes.
 const KEEP: f64 = 7.0 / 8.0;
-/// The least part of the tokens that is expected to be there.
+/// The store is expected to have at least this part of the tokens.
 const PRESENT_MIN: f64 = 1e-3;
 /// After this time without a flight, some segments are fetched although the store seems too slow, or to have nothing.
 /// No request waits for them.
 const MEASURE_AFTER_NS: u64 = 1_000_000_000;
-/// Such flights take at most one part in this many of the store's time.
+/// Flights that measure take at most one part in this many of the store's time.
 const MEASURE_PART: u64 = 8;
-/// Segments of every other such flight: gets that are in flight together show the rate of the store.
+/// Segments of every other flight that measures: gets that are in flight together show the rate of the store.
 const MEASURED: u32 = 4;
 
 /// The learned values of the remote store.
 ///
-/// Gets that are in flight together share the store, so the time of one says little: the last of those that are sent
-/// together tells when all have come. A probe takes as long as a get without its bytes.
+/// Gets that are in flight together share the store, so the time of a single get says little. The last of the gets that
+/// are sent together shows when all have arrived. A probe takes as long as a get without its bytes.
 #[derive(Debug)]
 pub(in crate::engine) struct RemoteRates {
-    /// From the send of a get that was the last to be sent, by the bytes in flight then; less a probe.
+    /// Times of the last gets of those that were sent together, less a probe, by the bytes in flight at the send.
     last: Line,
-    /// From the send of a flight's first get, by the bytes in flight at its end; less a probe.
+    /// Times of the first gets of flights, less a probe, by the bytes in flight at the end.
     first: Line,
     /// Mean time of a round of probes.
     probe_ns: f64,
-    /// The part of the segments of the last flights that was there.
+    /// The part of the last flights' segments that the store had.
     present: f64,
     /// When a flight began last.
     began_ns: u64,
     /// How long the last get took.
     took_ns: u64,
-    /// Flights so far that measure.
+    /// Number of flights so far that measure.
     measured: u32,
 }
 
 /// Segments that a flight waits for.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::engine) struct Fetch {
-    /// Bytes in flight, and to be sent before.
+    /// Bytes that are in flight, or that are sent before these segments.
     pub(in crate::engine) ahead: u64,
     pub(in crate::engine) segments: u32,
     /// Bytes of a segment.
     pub(in crate::engine) bytes: u64,
     /// Gets of the flight that are in flight at once.
     pub(in crate::engine) width: u32,
-    /// A round of probes comes before.
+    /// A round of probes precedes the gets.
     pub(in crate::engine) is_probed: bool,
     /// How long the store has had operations of which none has ended.
     pub(in crate::engine) silent_ns: u64,
@@ -74,14 +74,14 @@ impl RemoteRates {
         self.began_ns = now_ns;
     }
 
-    /// The last get of a flight has ended. The number is that of the bytes in flight when the get was sent.
+    /// The last get of a flight has ended. `bytes` were in flight when the get was sent.
     pub(in crate::engine) fn last_ended(&mut self, bytes: u64, took_ns: u64, now_ns: u64) {
         let rest_ns = took_ns.saturating_sub(self.probe_ns as u64);
         self.took_ns = took_ns;
         self.last.add(bytes, rest_ns, now_ns);
     }
 
-    /// The first get of a flight has ended. The number is that of the bytes in flight.
+    /// The first get of a flight has ended. `bytes` are in flight.
     pub(in crate::engine) fn first_ended(&mut self, bytes: u64, took_ns: u64, now_ns: u64) {
         let rest_ns = took_ns.saturating_sub(self.probe_ns as u64);
         self.first.add(bytes, rest_ns, now_ns);
@@ -96,13 +96,13 @@ impl RemoteRates {
         };
     }
 
-    /// A flight has ended for which the store had `there` of its segments.
+    /// A flight has ended. The store had `there` of its segments.
     pub(in crate::engine) fn flight_ended(&mut self, there: u32, segments: u32) {
         let part = f64::from(there) / f64::from(segments.max(1));
         self.present = (self.present * KEEP + part * (1.0 - KEEP)).max(PRESENT_MIN);
     }
 
-    /// Whether enough was measured: only where the store has objects are there gets.
+    /// Whether enough was measured. Where the store has lacked most segments, few gets run, and none need be measured.
     pub(in crate::engine) fn is_known(&self) -> bool {
         self.last.is_known() && self.first.is_known() || self.present < KEEP * KEEP
     }
@@ -113,7 +113,7 @@ impl RemoteRates {
         now_ns >= self.began_ns.saturating_add(pause_ns)
     }
 
-    /// How many segments the next flight brings that measures.
+    /// Number of segments of the next flight that measures.
     pub(in crate::engine) fn next_measured(&mut self) -> u32 {
         self.measured += 1;
         match self.measured % 2 {
@@ -122,7 +122,7 @@ impl RemoteRates {
         }
     }
 
-    /// The part of the tokens that is there, about.
+    /// About the part of the tokens that the store has.
     pub(in crate::engine) fn present(&self) -> f64 {
         self.present
     }
@@ -132,7 +132,7 @@ impl RemoteRates {
         self.probe_ns
     }
 
-    /// Nanoseconds until the first segment has come, and until all have.
+    /// Nanoseconds until the first segment has arrived, and until all segments have arrived.
     pub(in crate::engine) fn wait_ns(&self, fetch: &Fetch) -> (f64, f64) {
         let silent_ns = fetch.silent_ns as f64;
         let width = fetch.width.clamp(1, fetch.segments.max(1));

@@ -11,15 +11,15 @@ const PREFILL: u32 = 16;
 const KEEP: f64 = 1.0 - 1.0 / 32.0;
 /// A step counts as at most this multiple of its prediction: a step in which the process was delayed says nothing.
 const CLIP: f64 = 3.0;
-/// About this many recent steps with a prefill bound the time of computing from below, by the fastest of them. A step
-/// takes longer than it must when the process is delayed, and never less.
+/// The fastest of about this many recent steps with a prefill bounds the time of computing from below. A delay of the
+/// process makes a step longer, and nothing makes a step shorter than its computing.
 const RECENT: f64 = 32.0;
 /// The least part of a prediction that is taken for certain.
 const CERTAIN: f64 = 0.5;
 /// The assumption before the first measurement: 2 ms, and 20,000 tokens a second.
 const PRIOR: [f64; TERMS] = [2e6, 50e6, 0.0, 0.0];
-/// The weight of the assumption about each term, as a part of the steps' weight in it. Where they do not tell the terms
-/// apart, most of the time is that of the tokens.
+/// The weight of the assumption about each term, as a part of the steps' weight in the term. Where the steps do not
+/// distinguish the terms, the model attributes most of the time to the tokens.
 const PRIOR_WEIGHTS: [f64; TERMS] = [0.03, 0.001, 0.01, 0.01];
 
 const TERMS: usize = 4;
@@ -48,7 +48,7 @@ impl Sums {
 pub(super) struct StepModel {
     prefills: Sums,
     decodes: Sums,
-    /// For a step, 1,000 tokens, a million positions, 100 decodes.
+    /// Nanoseconds for a step, for 1,000 tokens, for a million positions, and for 100 decodes.
     factors: [f64; TERMS],
     prefill_steps: u32,
     /// Most tokens of prefill of a step.
@@ -114,7 +114,7 @@ impl StepModel {
         self.fit();
     }
 
-    /// A long step has taken this part of its prediction.
+    /// Notes which part of its prediction a long step has taken.
     fn note_part(&mut self, part: f64) {
         let part = part.clamp(CERTAIN, 1.0);
         self.certain = part.min(self.certain + (part - self.certain) / RECENT);
@@ -129,8 +129,8 @@ impl StepModel {
                 *product = self.prefills.products[row][column] + self.decodes.products[row][column];
             }
         }
-        // The assumption decides where the steps do not tell two terms apart, or have none of one. It does so for each
-        // term by itself: short steps say much of the time of a step, and nothing of positions.
+        // The assumption decides where the steps do not distinguish two terms, or lack a term. Each term has its own
+        // weight: short steps say much about the time of a step, and nothing about positions.
         for term in 0..TERMS {
             let scale = (PRIOR_WEIGHTS[term] * products[term][term]).max(f64::MIN_POSITIVE);
             products[term][term] += scale;
@@ -139,7 +139,7 @@ impl StepModel {
         self.factors = not_negative(&products, &times);
     }
 
-    /// The part of a predicted time of computing that computing takes at least, by the fastest of the recent steps.
+    /// The least part of its predicted time that computing takes, by the fastest of the recent steps.
     pub(super) fn certain_part(&self) -> f64 {
         self.certain
     }
@@ -173,7 +173,7 @@ impl StepModel {
         }
     }
 
-    /// How long `tokens` of other prompts take that are computed before, in nanoseconds.
+    /// Nanoseconds for computing `tokens` of other prompts, which are computed before.
     pub(super) fn queue_ns(&self, tokens: u32) -> f64 {
         f64::from(tokens) / 1e3 * self.ns_per_1k(0)
     }

@@ -4,12 +4,12 @@ use super::super::requests::{Promotion, RequestId, RequestPromotions};
 
 /// The bytes that promotions hold or have reserved.
 ///
-/// A promotion starts when all of its bytes fit, so that those that have started never wait for one
+/// A promotion starts when all of its bytes fit, so that started promotions never wait for one
 /// another. One demanded promotion at a time may start with a part, so that the device is not idle. A
-/// request that holds bytes of an earlier promotion may exceed the budget by those of the next.
+/// request that holds bytes of an earlier promotion may exceed the budget by the bytes of the next.
 ///
-/// Invariants: `held` sums the requests' `bytes`, `prefetched` those of the requests that the scheduler has
-/// not asked for, `reserved` the bytes among them that are still to be read.
+/// Invariants: `held` is the sum of all requests' `bytes`, `prefetched` the sum over the requests without a demanded
+/// lookup, `reserved` the part of `held` that is still to be read.
 #[derive(Debug)]
 pub(super) struct PromotionBudget {
     most: u64,
@@ -31,7 +31,7 @@ impl PromotionBudget {
         }
     }
 
-    /// Sets the bytes that promotions may hold. Those that have started go on.
+    /// Sets the bytes that promotions may hold. Started promotions go on.
     pub(super) fn set(&mut self, most: u64) {
         self.most = most;
     }
@@ -41,12 +41,12 @@ impl PromotionBudget {
         self.most.saturating_sub(request.bytes)
     }
 
-    /// Bytes in the arena.
+    /// Bytes that promotions hold in the arena, without reserved bytes.
     pub(super) fn promoted_bytes(&self) -> u64 {
         self.held - self.reserved
     }
 
-    /// Whether other requests hold so much that this one does not get `bytes`.
+    /// Whether other requests hold so much that this request does not get `bytes`.
     pub(super) fn lacks(&self, request: &RequestPromotions, bytes: u64) -> bool {
         self.held > request.bytes && self.held + bytes > self.most
     }
@@ -56,7 +56,8 @@ impl PromotionBudget {
         self.partial == Some(id)
     }
 
-    /// Whether a promotion may start, which needs `rest` bytes, and `slot` of them now. Notes the promotion if so.
+    /// Whether a request's promotion may start, whose next payload needs `slot` bytes. If so, reserves the promotion's
+    /// bytes, or notes that it has started with a part of them.
     pub(super) fn admit(
         &mut self,
         id: RequestId,
@@ -66,7 +67,7 @@ impl PromotionBudget {
         let promotion = request.active.as_ref();
         let (rest, continues) = promotion.map_or((0, false), |of| (of.unread, of.continues));
         let fits = if continues {
-            // A promotion that holds a part of the budget does not wait for the rest: the plan is within the budget,
+            // A request that holds a part of the budget does not wait for the rest: its plan is within the budget,
             // but other promotions may hold the rest.
             true
         } else if request.demanded {
@@ -97,7 +98,7 @@ impl PromotionBudget {
         }
     }
 
-    /// A slot of the arena was taken for a request.
+    /// Counts a slot of the arena that was taken for a request.
     pub(super) fn take(&mut self, request: &mut RequestPromotions, slot: u64) {
         let promotion = request.active.as_mut();
         let reserved = promotion.and_then(|promotion| promotion.reserved.as_mut());
@@ -118,13 +119,13 @@ impl PromotionBudget {
         }
     }
 
-    /// The scheduler has asked for a request.
+    /// A demanded lookup of a request has come.
     pub(super) fn demanded(&mut self, request: &RequestPromotions) {
         let left = self.prefetched.checked_sub(request.bytes);
         self.prefetched = left.expect("`prefetched` counts every prefetch");
     }
 
-    /// A promotion has ended: the part that it has not read is free.
+    /// Frees the reserved bytes that an ended promotion has not read.
     pub(super) fn ended(
         &mut self,
         id: RequestId,
@@ -159,7 +160,7 @@ impl PromotionBudget {
         }
     }
 
-    /// Bytes held, those of prefetches, and those reserved.
+    /// Bytes held, bytes held by prefetches, and bytes reserved.
     #[cfg(feature = "check")]
     pub(super) fn counted(&self) -> (u64, u64, u64) {
         (self.held, self.prefetched, self.reserved)

@@ -68,13 +68,13 @@ pub(super) struct Promotions {
     read_queues: ReadQueues,
     /// The waiters for each payload being read.
     waiters: HashMap<(NodeId, u8), Vec<Waiter>>,
-    /// Prefetches that are done, latest last.
+    /// Prefetches whose promotions have ended, latest last.
     prefetched: VecDeque<RequestId>,
     /// Payloads to be read only for measurement.
     probes: Vec<Probe>,
-    /// A promotion has ended since the last question.
+    /// A promotion has ended since the last call of [`Promotions::take_ended`].
     ended: bool,
-    /// A request that is demanded has found no memory since the last question.
+    /// A demanded request has found no memory since the last call of [`Promotions::take_lack`].
     lacks_memory: bool,
     /// A read found no memory in the last pass.
     is_short: bool,
@@ -94,7 +94,7 @@ impl Promotions {
         }
     }
 
-    /// Whether a request that is demanded has found no memory since this was called last.
+    /// Whether a demanded request has found no memory since the last call.
     pub(super) fn take_lack(&mut self) -> bool {
         std::mem::take(&mut self.lacks_memory)
     }
@@ -104,7 +104,7 @@ impl Promotions {
         self.is_short
     }
 
-    /// Sets the bytes that promotions may hold. Those that have started go on.
+    /// Sets the bytes that promotions may hold. Started promotions go on.
     pub(super) fn set_budget(&mut self, most: u64) {
         self.budget.set(most);
     }
@@ -134,7 +134,7 @@ impl Promotions {
         self.read_queues.waits_for(device)
     }
 
-    /// Whether a promotion has ended since this was called last.
+    /// Whether a promotion has ended since the last call.
     pub(super) fn take_ended(&mut self) -> bool {
         std::mem::take(&mut self.ended)
     }
@@ -180,7 +180,7 @@ impl Promotions {
         });
     }
 
-    /// The scheduler waits for this request: its reads go before those of prefetches.
+    /// Makes a prefetch a demand: its reads start before the reads of prefetches.
     pub(super) fn promote_to_demand(
         &mut self,
         id: RequestId,
@@ -253,7 +253,7 @@ impl Promotions {
         }
     }
 
-    /// Reads in flight do not end: gives up the promotions that wait for them. Once they end, they serve the next
+    /// Gives up the promotions that wait for reads that do not end. If these reads end later, they serve the next
     /// request for their payloads.
     pub(super) fn give_up_reads(&mut self, reads: &[(NodeId, u8)], parts: &mut EngineParts<'_>) {
         for read in reads {
@@ -267,7 +267,7 @@ impl Promotions {
         }
     }
 
-    /// A payload's read, or its checksum, has ended: tells its waiters.
+    /// Takes the end of a payload's read, or of its checksum, for all waiters.
     pub(super) fn read_ended(
         &mut self,
         node: NodeId,
@@ -299,8 +299,8 @@ impl Promotions {
         }
     }
 
-    /// Bytes that requests wait for and that are not being read yet. Bytes that others have read meanwhile
-    /// count until a request's own turn has passed them.
+    /// Bytes that requests wait for and that are not being read yet. Bytes that other requests have read meanwhile
+    /// count until the request's own turn reaches them.
     pub(super) fn queue_bytes(requests: &Requests) -> u64 {
         let promotions = requests.values();
         promotions
@@ -311,8 +311,8 @@ impl Promotions {
     }
 }
 
-/// How many payloads of a promotion, front to back, are in the arena. Looks at some only: the next call finds those
-/// behind.
+/// How many payloads of a promotion, front to back, are in the arena. Looks at some payloads only: the next call goes
+/// on behind them.
 pub(super) fn front(promotion: &Promotion, residency: &Residency) -> usize {
     let rest = promotion
         .payloads
@@ -325,7 +325,7 @@ pub(super) fn front(promotion: &Promotion, residency: &Residency) -> usize {
     promotion.front + here.count()
 }
 
-/// A payload was read from disk.
+/// Counts a payload that was read from disk.
 pub(super) fn count_read(payload_bytes: u32, started_ns: u64, parts: &mut EngineParts<'_>) {
     let counters: &mut Counters = parts.counters;
     counters.disk_reads += 1;

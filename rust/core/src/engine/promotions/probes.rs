@@ -1,4 +1,4 @@
-//! Reads for which no request waits: they tell how fast a device is now.
+//! Probes: reads for which no request waits, which measure how fast a device is now.
 
 use crate::forest::{DeviceIndex, DiskState, HostState, NodeId};
 use crate::io::IoRequest;
@@ -17,7 +17,7 @@ const PROBES: usize = 4;
 pub(super) type Probe = (NodeId, u32, u8);
 
 impl Promotions {
-    /// Has the first payloads on disk read that a load up to `target` needs beyond `local` hash blocks.
+    /// Plans probes of the first payloads on disk that a load up to `target` needs beyond `local` hash blocks.
     pub(in crate::engine) fn probe(&mut self, target: NodeId, local: u32, residency: &Residency) {
         let mut left = vec![PROBES; residency.disks().len()];
         for (node, group) in residency.needed_payloads(target, local) {
@@ -33,7 +33,7 @@ impl Promotions {
         }
     }
 
-    /// Appends the probes that can start now, and forgets the others: the next prompt has new ones.
+    /// Appends the probes that can start now, and forgets the other probes: the next prompt has new probes.
     pub(in crate::engine) fn next_probes(
         &mut self,
         parts: &mut EngineParts<'_>,

@@ -1,4 +1,4 @@
-//! Requests with reads to start, by the device that the next of them waits for.
+//! Requests with reads to start, by the device for which the next read waits.
 
 use std::collections::BTreeMap;
 
@@ -27,14 +27,14 @@ impl QueuePlace {
         self.priority == priority as u8
     }
 
-    /// The same order at another device.
+    /// The place with the same order in the queue of another device.
     pub(super) fn at(self, device: Option<DeviceIndex>) -> Self {
         Self { device, ..self }
     }
 }
 
-/// One queue for each priority and device, so that a device that is full, or hangs, holds up no request that waits for
-/// another device.
+/// One queue for each priority and device: a device that is full, or hangs, delays no request that waits for another
+/// device.
 #[derive(Debug, Default)]
 pub(super) struct ReadQueues {
     waiting: BTreeMap<QueuePlace, RequestId>,
@@ -43,7 +43,7 @@ pub(super) struct ReadQueues {
 }
 
 impl ReadQueues {
-    /// A place behind all requests of the same priority that have come.
+    /// A place behind all earlier requests of the same priority.
     pub(super) fn new_place(
         &mut self,
         priority: Priority,
@@ -67,7 +67,7 @@ impl ReadQueues {
         assert!(removed.is_some(), "a request that waits is in a queue");
     }
 
-    /// The request that comes first at a device, behind `after`.
+    /// The first request in the queue of a device behind the order `after`.
     pub(super) fn first(
         &self,
         priority: Priority,

@@ -17,7 +17,7 @@ use super::{PromotionEnd, Promotions};
 /// Requests looked at for reads in one pass: bounds its work.
 const SCAN_MAX: usize = 64;
 
-/// The rest of a request's reads.
+/// Which reads of a request are left to start.
 #[derive(Debug)]
 enum Issued {
     /// No read is left to start.
@@ -44,7 +44,7 @@ impl Promotions {
         }
         let mut admits = true;
         for priority in [Priority::Demand, Priority::Prefetch] {
-            // By device; the last entry is that of the requests that wait for checksums.
+            // By device; the last entry is for the requests that wait for checksums.
             let mut looked_at = vec![0; parts.residency.disks().len() + 1];
             for _ in 0..SCAN_MAX {
                 let next = self.next_of(priority, &looked_at, parts);
@@ -63,8 +63,8 @@ impl Promotions {
         }
     }
 
-    /// The first request of a priority, behind those `looked_at`, whose device takes a read, or answers
-    /// none.
+    /// The first request of a priority, behind those `looked_at`, whose device takes a read, or does not
+    /// answer reads.
     fn next_of(
         &self,
         priority: Priority,
@@ -93,7 +93,7 @@ impl Promotions {
         place
     }
 
-    /// Issues a request's reads, and comparisons of checksums, as far as depth, memory and budget go.
+    /// Issues a request's reads, and comparisons of checksums, as far as depth, memory and budget allow.
     fn issue(
         &mut self,
         id: RequestId,
@@ -157,8 +157,9 @@ impl Promotions {
         }
     }
 
-    /// A request's next read waits, `for_memory` if nothing else keeps it. A prefetch that has waited so for too long is
-    /// given up, as nobody asks for it who would do that: its memory, and its part of the budget, go to others.
+    /// A request's next read waits, `for_memory` if it lacks nothing else. A prefetch that has waited for memory for
+    /// too long is given up here, since no lookup of the scheduler gives it up: its memory and its part of the budget
+    /// are freed.
     fn wait(
         &mut self,
         id: RequestId,
@@ -187,7 +188,7 @@ impl Promotions {
         Issued::All
     }
 
-    /// A request's promotion has a payload in the arena, or being read, and goes on to the next.
+    /// Moves a request's promotion past a payload that is in the arena or being read.
     fn pass(&mut self, id: RequestId, node: NodeId, group: u8, parts: &mut EngineParts<'_>) {
         let request = &mut parts.requests[id].promotions;
         let started = request.started;
@@ -210,8 +211,8 @@ impl Promotions {
         }
     }
 
-    /// Whether the budget lets a promotion start, or go on with a payload. Promotions that may not start do not
-    /// overtake each other in a pass.
+    /// Whether the budget lets a promotion start, or go on with a payload. In one pass, no promotion starts after an
+    /// earlier one had to wait.
     fn admit(
         &mut self,
         id: RequestId,
@@ -239,8 +240,8 @@ impl Promotions {
         is_admitted
     }
 
-    /// Frees the budget for a demand of `bytes`: payloads of prefetches that are done stay in the arena,
-    /// but may be evicted.
+    /// Frees budget for a demand of `bytes`: the payloads of ended prefetches stay in the arena, but may be
+    /// evicted.
     fn evict_prefetches(&mut self, id: RequestId, bytes: u64, parts: &mut EngineParts<'_>) {
         while self.budget.lacks(&parts.requests[id].promotions, bytes)
             && let Some(other) = self.prefetched.pop_back()

@@ -4,12 +4,12 @@ use std::collections::VecDeque;
 
 /// Boundaries of one round, as many as a probe may ask for.
 const ROUND: usize = 64;
-/// Rounds of the deepest boundaries, beside the one of segments' ends.
+/// Rounds for the deepest boundaries, beside the round for the ends of segments.
 const DEEP_ROUNDS: usize = 3;
 
-/// The search for the deepest boundary that is in the store. Unlike segments, one that is there says nothing of others.
-/// First the deepest ones are asked for, then ends of segments, then more of the deepest: a prompt ends anywhere, and
-/// windows are kept at multiples of many tokens.
+/// The search for the deepest boundary that is in the store. Unlike a segment, a boundary in the store says nothing
+/// about other boundaries. The first round probes the deepest boundaries, the next round the ends of segments, later
+/// rounds more of the deepest: a prompt may end anywhere, and windows are kept at multiples of many tokens.
 #[derive(Debug)]
 pub(super) struct Boundaries {
     /// Boundaries in hash blocks, each round the deepest first.
@@ -68,7 +68,7 @@ impl Boundaries {
         !self.is_asking() && self.rounds.is_empty()
     }
 
-    /// The deepest boundary that is there, by the answers.
+    /// The deepest boundary in the store, by the answers.
     pub(super) fn found(&self) -> Option<u32> {
         self.found
     }
@@ -83,7 +83,7 @@ impl Boundaries {
         &self.asked
     }
 
-    /// The answer of a round: one bit for each boundary. `None`: there was none, and no more is asked.
+    /// Takes the answer of a round: one bit for each boundary. `None`: there was no answer, and the search ends.
     pub(super) fn answer(&mut self, bits: Option<u64>) {
         let asked = std::mem::take(&mut self.asked);
         let Some(bits) = bits else {
@@ -104,7 +104,7 @@ impl Boundaries {
 mod tests {
     use super::*;
 
-    /// Searches where these boundaries are there: the one that is found, keys and rounds.
+    /// Searches a store that has these boundaries: the boundary that is found, keys and rounds.
     fn search(range: (u32, u32), steps: (u32, u32), there: &[u32]) -> (Option<u32>, usize, u32) {
         let mut search = Boundaries::new(range, steps, |_| true);
         let (mut keys, mut rounds) = (0, 0);
@@ -152,7 +152,7 @@ mod tests {
     #[test]
     fn boundaries_above_one_that_is_there_are_not_asked_for() {
         assert_eq!(search((0, 6000), (1, 64), &[5999]), (Some(5999), 64, 1));
-        // The end of a segment is there: only deeper ones are of interest.
+        // The end of a segment is in the store: only deeper boundaries are of interest.
         let (found, keys, _) = search((0, 6000), (1, 64), &[5888]);
         assert_eq!(found, Some(5888));
         assert!(keys < 64 + 64 + 64, "{keys} keys");

@@ -1,4 +1,4 @@
-//! The objects of a boundary are written: what a hit there needs beside whole segments.
+//! Writes the objects of a boundary: the payloads that a hit there needs beside whole segments.
 
 use crate::forest::{NONE, NodeId};
 use crate::remote::RemoteRequest;
@@ -12,8 +12,8 @@ use super::recent::fingerprint;
 use super::spaces::Space;
 
 impl Remote {
-    /// Writes the objects of the boundary at a node, from the `next` on. The last of them is sent when the others are
-    /// there: those who look for the boundary ask for it.
+    /// Writes the objects of the boundary at a node, from `next` on. The last object is sent when the store has the
+    /// others: a search for the boundary probes the last object.
     pub(super) fn put_boundary(
         &mut self,
         (end, mut next): (NodeId, usize),
@@ -59,7 +59,7 @@ impl Remote {
             if let Some(&other) = others.find(|&&of| !self.known.contains(of, parts.now_ns)) {
                 return match self.is_written(other) {
                     true => Turn::Later(Waiting::Boundary { next }),
-                    // Its write has failed.
+                    // The object's write has failed.
                     false => Turn::Dropped,
                 };
             }

@@ -1,4 +1,4 @@
-//! Whether the store may be asked: a store that fails is left alone for a while, then tried with one request.
+//! Whether requests may be sent to the store: a store that fails gets no request for a while, then one as a trial.
 
 /// Failures in a row that open the breaker.
 const FAILURES_MAX: u32 = 3;
@@ -8,11 +8,11 @@ const PAUSE_MAX_NS: u64 = 60 * PAUSE_NS;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// The store answers; so many requests in a row have failed.
+    /// The store answers; the last `failures` requests in a row have failed.
     Closed { failures: u32 },
     /// Nothing is sent before `until_ns`.
     Open { until_ns: u64, pause_ns: u64 },
-    /// One request is on its way.
+    /// One request is in flight, as a trial.
     Trial { since_ns: u64, pause_ns: u64 },
 }
 
@@ -33,7 +33,7 @@ impl Breaker {
         }
     }
 
-    /// Whether the store answers, by all that is known.
+    /// Whether the breaker is closed: the store answers, as far as is known.
     pub(super) fn is_closed(&self) -> bool {
         matches!(self.state, State::Closed { .. })
     }
@@ -57,7 +57,7 @@ impl Breaker {
         }
     }
 
-    /// A trial that never ends must not keep the store out for good.
+    /// Ends a trial that takes too long: a trial that never ends must not keep the breaker open for ever.
     pub(super) fn look(&mut self, now_ns: u64) {
         if let State::Trial { since_ns, .. } = self.state
             && now_ns >= since_ns.saturating_add(self.limit_ns)
@@ -82,7 +82,7 @@ impl Breaker {
             }
             State::Closed { .. } => PAUSE_NS,
             State::Trial { pause_ns, .. } => (2 * pause_ns).min(PAUSE_MAX_NS),
-            // A request from the time before the breaker opened.
+            // The request was sent before the breaker opened.
             State::Open { .. } => return false,
         };
         let until_ns = now_ns.saturating_add(pause_ns);
@@ -109,7 +109,7 @@ impl Window {
         }
     }
 
-    /// Whether a transfer may start. One at a time always may.
+    /// Whether a transfer may start. If none is in flight, a transfer of any size may start.
     pub(super) fn allows(&self, bytes: u64) -> bool {
         self.in_flight == 0 || self.in_flight + bytes <= self.now
     }

@@ -38,7 +38,7 @@ impl Remote {
     /// Whether the part's invariants hold.
     ///
     /// # Errors
-    /// Names the first one that does not.
+    /// Names the first invariant that does not hold.
     pub(in crate::engine) fn check(
         &self,
         requests: &Requests,

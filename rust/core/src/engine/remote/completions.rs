@@ -12,9 +12,9 @@ use super::gets::give_up_payloads;
 use super::recent::fingerprint;
 use super::{InFlight, Operation, Remote, count_get, count_put};
 
-/// How often operations are looked at that take too long, in nanoseconds.
+/// Time between two looks for operations that take too long, in nanoseconds.
 const LOOK_NS: u64 = 5_000_000;
-/// A put may take so many times as long as a get.
+/// A put may take this many times as long as a get.
 const PUT_STALLS: u64 = 10;
 
 impl Engine {
@@ -118,7 +118,7 @@ impl Engine {
         }
     }
 
-    /// Payloads have come from the store, with these checksums: from now on they are like saved ones.
+    /// Payloads have arrived from the store, with these checksums: from now on they are like saved payloads.
     fn fetched(&mut self, payloads: &[(NodeId, u8)], sums: &[u64]) {
         let mut visible = Vec::new();
         for (&(node, group), &sum) in payloads.iter().zip(sums) {
@@ -130,7 +130,7 @@ impl Engine {
     }
 }
 
-/// Learns from a get that has succeeded, with so many bytes in flight at its end.
+/// Learns from a get that has succeeded. `beside`: the bytes in flight at its end.
 fn learn(
     (took_ns, now_ns): (u64, u64),
     (is_first, among): (bool, Option<u64>),
@@ -140,7 +140,7 @@ fn learn(
     if is_first {
         rates.first_ended(beside, took_ns, now_ns);
     }
-    // Gets that were sent later take their part of the store, too.
+    // Gets that were sent later slow this get down, too.
     if let Some(bytes) = among.filter(|&bytes| beside <= bytes) {
         rates.last_ended(bytes, took_ns, now_ns);
     }
@@ -175,11 +175,11 @@ impl Remote {
                     false => &mut self.get_window,
                 };
                 window.throttled();
-                // It answers: a trial that is throttled is none that failed.
+                // The store answers: a throttled trial has not failed.
                 self.breaker.succeeded();
             }
             Err(RemoteError::Full) => self.puts.pause(now_ns),
-            // A host that may only read goes on reading.
+            // A host that may only read continues to read.
             Err(RemoteError::Denied) if is_put => {
                 parts.counters.remote_failures += 1;
                 self.puts.pause(now_ns);
@@ -191,7 +191,7 @@ impl Remote {
         }
     }
 
-    /// The store has failed once more. If it is left alone from now on, all flights end.
+    /// Counts a failure of the store. If the breaker opens, all flights end.
     fn note_failure(&mut self, parts: &mut EngineParts<'_>) {
         parts.counters.remote_failures += 1;
         if self.breaker.failed(parts.now_ns) {
@@ -199,7 +199,7 @@ impl Remote {
         }
     }
 
-    /// No flight goes on.
+    /// Ends all flights.
     fn end_all(&mut self, parts: &mut EngineParts<'_>) {
         for id in self.order.clone() {
             work::queued();
@@ -269,8 +269,8 @@ impl Remote {
         }
     }
 
-    /// Notices operations that take too long. Those who wait for them wait no longer; the operations keep their memory
-    /// until they end.
+    /// Notices operations that take too long. Their waiters wait no longer; the operations keep their memory until they
+    /// end.
     pub(super) fn look_for_late(&mut self, parts: &mut EngineParts<'_>) {
         let now_ns = parts.now_ns;
         if now_ns < self.next_look_ns || !self.is_active() {
@@ -279,7 +279,7 @@ impl Remote {
         self.next_look_ns = now_ns + LOOK_NS;
         self.breaker.look(now_ns);
         let is_silent = now_ns >= self.progress_ns.saturating_add(self.config.stall_ns);
-        // Flights may also wait for a store that takes nothing.
+        // Flights may also wait for a store that takes no requests.
         let mut is_stalled = is_silent && self.reads == 0 && !self.order.is_empty();
         let (mut probes, mut failures) = (Vec::new(), 0);
         for of in self.operations.values_mut().filter(|of| !of.is_late) {
@@ -305,7 +305,7 @@ impl Remote {
         for id in probes {
             self.probe_ended(id, &Err(RemoteError::Late), parts);
         }
-        // All gets of a store that is silent are one failure.
+        // All gets of a silent store together count as one failure.
         for _ in 0..failures + u32::from(is_stalled) {
             self.note_failure(parts);
         }

@@ -15,18 +15,18 @@ slotmap::new_key_type! {
     pub(in crate::engine) struct FlightId;
 }
 
-/// Objects of one chain, in the order of their gets: whole segments from the first that the tiers lack, each of which is of
-/// use with those before. Where a hit needs windows or states, all objects of a hit at one boundary, which are of use
-/// together.
+/// Objects of one chain, in the order of their gets. With full attention alone they are whole segments, from the first
+/// that the tiers lack; each is usable with the segments before. Where a hit needs windows or states, they are all
+/// objects of a hit at one boundary, which are usable only together.
 #[derive(Debug)]
 pub(super) struct Flight {
     pub(super) ns: NsId,
     pub(super) space: Space,
     /// Hash blocks of the hit that the tiers alone allow.
     pub(super) found: u32,
-    /// Segments of the chain before the first.
+    /// Segments of the chain before the first segment of the flight.
     pub(super) skipped: u32,
-    /// The block hashes after the depth `base`, and the hash before them.
+    /// The depth before the first of `hashes`; `before` is the block hash there.
     pub(super) base: u32,
     pub(super) hashes: Box<[BlockHash]>,
     pub(super) before: Option<BlockHash>,
@@ -34,46 +34,47 @@ pub(super) struct Flight {
     pub(super) boundaries: Option<Boundaries>,
     /// The objects of the boundary that was found; empty without windows and states.
     pub(super) pieces: Vec<Piece>,
-    /// How many of the objects are there.
+    /// The search for the number of objects that the store has.
     pub(super) search: Search,
-    /// When the round of probes was sent that is being answered.
+    /// When the round of probes in flight was sent.
     pub(super) asked_ns: Option<u64>,
     /// For each object: whether it has arrived, or is not needed.
     pub(super) here: Vec<bool>,
-    /// How many objects, front to back, have come.
+    /// How many objects, front to back, have arrived.
     pub(super) arrived: u32,
     /// The next object to be fetched.
     pub(super) next: u32,
     /// Gets in flight.
     pub(super) gets: u32,
-    /// The deepest node that is needed for each of the first objects: those whose gets have begun. The lease keeps them.
+    /// The deepest node that each object needs, for the objects whose gets have begun. The lease keeps these nodes.
     pub(super) ends: Vec<NodeId>,
-    /// Leased: the deepest node that the flight has made, or stands on; `NONE` if there is none.
+    /// The leased node: the deepest that the flight has made, or the node below which it begins; `NONE` if there is
+    /// none.
     pub(super) lease: NodeId,
-    /// Leased as well: nodes with windows or states that it brings.
+    /// Further leased nodes, whose windows or states the flight brings.
     pub(super) kept: Vec<NodeId>,
-    /// Slot bytes that it has filled or is filling, which the lease keeps.
+    /// Slot bytes that the flight has filled or is filling, which the lease keeps.
     pub(super) bytes: u64,
     /// Nothing more is fetched.
     pub(super) is_cut: bool,
     /// The store does not answer, or fails.
     pub(super) is_failed: bool,
-    /// It has ended; the lease goes on while requests are to look.
+    /// The flight has ended; the lease goes on until its waiters have looked again.
     pub(super) is_over: bool,
     pub(super) waiters: Vec<RequestId>,
-    /// It measures the store: no request needs to wait for it.
+    /// The flight measures the store: it goes on even if no request waits.
     pub(super) is_measure: bool,
-    /// Gets in flight at most: the first segments come before the others, where gets share the store.
+    /// Most gets in flight. Gets share the store, so with fewer gets the first segments arrive earlier.
     pub(super) width: u32,
     pub(super) began_ns: u64,
-    /// When its last get was sent.
+    /// When the flight's last get was sent.
     pub(super) sent_ns: u64,
-    /// How long it was to take, in nanoseconds, if that was predicted.
+    /// The predicted time of the flight, in nanoseconds; `None` without a prediction.
     pub(super) predicted_ns: Option<u64>,
 }
 
 impl Flight {
-    /// A flight that brings nothing yet. `skipped` and `base` are one pair, and so are the hash before and the hashes.
+    /// A new flight. `skipped` and `base` are one pair, and so are the hash before and the hashes.
     pub(super) fn new(
         (ns, space): (NsId, Space),
         found: u32,
@@ -112,7 +113,7 @@ impl Flight {
         }
     }
 
-    /// Objects that may be fetched at most.
+    /// Most objects that may be fetched.
     pub(super) fn objects(&self) -> u32 {
         self.here.len() as u32
     }
@@ -148,8 +149,8 @@ impl Flight {
         piece.key(&self.space, end)
     }
 
-    /// The block hash by which requests find the flight, for one of the objects: the end of a segment. With windows or
-    /// states, that of all that is looked for.
+    /// The block hash by which requests find the flight, for one of the objects: the hash at the end of the segment.
+    /// With windows or states, the hash at the end of the prompt part that the flight searches.
     pub(super) fn announced_by(&self, object: u32) -> BlockHash {
         let hash = match self.boundaries {
             None => self.hash_at(self.piece(object).to),
@@ -158,7 +159,7 @@ impl Flight {
         hash.expect("a flight has hash blocks")
     }
 
-    /// Hash blocks of a hit when so many objects have come, front to back.
+    /// Hash blocks of a hit when `objects` objects have arrived, front to back.
     pub(super) fn reach(&self, objects: u32) -> u32 {
         match self.boundaries {
             None => (self.skipped + objects) * self.space.hash_blocks,
@@ -167,14 +168,14 @@ impl Flight {
         }
     }
 
-    /// With windows or states: where the hit is to end, by all that is known.
+    /// With windows or states: where the hit is to end, as far as is known.
     pub(super) fn boundary(&self) -> u32 {
         let last = self.pieces.iter().map(|piece| piece.to).max();
         last.unwrap_or(self.base + self.hashes.len() as u32)
     }
 
-    /// Hash blocks that have come, and those that will have come in the end: objects that are of use only together count
-    /// in proportion.
+    /// Hash blocks that have arrived, and hash blocks that will have arrived in the end. Objects that are usable only
+    /// together count in proportion.
     pub(super) fn progress(&self) -> (u32, u32) {
         if self.boundaries.is_none() {
             return (self.reach(self.arrived), self.reach(self.goal()));
@@ -185,7 +186,7 @@ impl Flight {
         (self.found + (part / objects) as u32, end)
     }
 
-    /// How many objects are fetched, if all are there that may be.
+    /// How many objects are fetched if the store has all objects that it may have.
     fn goal(&self) -> u32 {
         match self.is_searched() || self.is_cut {
             true => self.end(),
@@ -193,7 +194,7 @@ impl Flight {
         }
     }
 
-    /// How many objects are fetched, by all that is known.
+    /// How many objects are fetched, as far as is known.
     fn end(&self) -> u32 {
         if self.is_cut {
             self.next
@@ -238,7 +239,7 @@ impl Flight {
         asked.into_iter().map(|at| self.key(piece(at))).collect()
     }
 
-    /// With windows or states: stands for the question where a hit ends, among what is remembered as absent.
+    /// With windows or states: the key under which the search for the end of a hit is remembered if it finds nothing.
     pub(super) fn question(&self) -> ObjectKey {
         question(self.digest(), self.announced_by(0))
     }
@@ -248,28 +249,28 @@ impl Flight {
         self.goal().saturating_sub(self.next)
     }
 
-    /// Whether no request needs it any more.
+    /// Whether no request needs the flight any more.
     pub(super) fn is_unused(&self) -> bool {
         self.waiters.is_empty() && (self.is_over || !self.is_measure)
     }
 
-    /// Whether nothing more comes.
+    /// Whether no more objects arrive.
     pub(super) fn is_done(&self) -> bool {
         let is_known = self.is_cut || self.is_searched();
         is_known && self.gets == 0 && !self.has_gets()
     }
 
-    /// An object has come.
+    /// Notes that an object has arrived.
     pub(super) fn came(&mut self, object: u32) {
         self.here[object as usize] = true;
         let rest = self.here[self.arrived as usize..].iter();
         self.arrived += rest.take_while(|&&here| here).count() as u32;
     }
 
-    /// An object does not come, nor do those behind it.
+    /// Notes that neither an object nor the objects behind it arrive.
     pub(super) fn ends_at(&mut self, object: u32) {
         self.search.ends_at(object);
-        // Those before are of no use without windows and states.
+        // With windows or states, the objects before are of no use alone.
         self.is_cut |= self.next >= object || self.boundaries.is_some();
     }
 
@@ -279,7 +280,7 @@ impl Flight {
     }
 }
 
-/// Stands for the question where a hit ends in a prompt with windows or states, whose last boundary has this hash.
+/// The key for the search for the end of a hit in a prompt with windows or states, whose last boundary has this hash.
 pub(super) fn question(namespace: NamespaceDigest, end: BlockHash) -> ObjectKey {
     ObjectKey {
         namespace,

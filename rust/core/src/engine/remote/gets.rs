@@ -1,4 +1,4 @@
-//! Objects of flights are asked for and fetched, front to back.
+//! Probes and gets for the objects of flights, front to back.
 
 use crate::forest::{HostState, NONE, NodeId, Tier};
 use crate::remote::{Expected, RemotePart, RemoteRequest, SegmentPayload};
@@ -18,13 +18,13 @@ const FLIGHTS_MAX: usize = 64;
 
 /// An object whose missing payloads have slots.
 struct Reserved {
-    /// The node at its end.
+    /// The node at the object's end.
     end: NodeId,
     /// The payloads to be filled, and the index of each among the object's.
     payloads: Vec<(NodeId, u8)>,
     indices: Vec<u32>,
     expected: Expected,
-    /// Nodes that needed no payload and were made.
+    /// Nodes without a missing payload that were made.
     bare: Vec<NodeId>,
     /// Nodes with a window's block or a state that the object has.
     optional: Vec<NodeId>,
@@ -112,8 +112,8 @@ impl Remote {
         }
     }
 
-    /// Makes the nodes of a flight's next object, with slots for what is missing. `None` if nothing is to be sent: all is
-    /// here or on its way, or the flight ends there.
+    /// Makes the nodes of a flight's next object, with slots for the missing payloads. `None` if no get is to be sent:
+    /// all payloads are in the tiers or in flight, or the flight ends there.
     fn start_get(&mut self, id: FlightId, parts: &mut EngineParts<'_>) -> Option<RemoteRequest> {
         let object = self.flights[id].next;
         let piece = self.flights[id].piece(object);
@@ -127,7 +127,7 @@ impl Remote {
             parts.counters.remote_gets_without_memory += 1;
             let flight = &mut self.flights[id];
             flight.is_cut = true;
-            // Another flight would bring the same again, for nothing.
+            // Another flight would bring the same objects again, in vain.
             flight.is_failed |= flight.boundaries.is_some();
             return None;
         };
@@ -193,12 +193,13 @@ impl Remote {
         self.flights[id].kept.extend(&of.optional);
     }
 
-    /// A flight's object is here, or is being filled: by a save, or for another flight, whose get it waits for, too.
+    /// A flight's object is in the tiers, or is being filled by a save or by another flight's get. The flight waits for
+    /// such a get, too.
     fn take_along(&mut self, id: FlightId, object: u32, place: &Place) {
         let get = self.fetching.get(place);
         let get = get.and_then(|&get| self.operations.get_mut(get));
         match get {
-            // It may never end.
+            // The get may never end.
             Some(get) if get.is_late => self.flights[id].ends_at(object),
             Some(get) => {
                 if let Operation::Get { takers, .. } = &mut get.operation {
@@ -210,7 +211,7 @@ impl Remote {
         }
     }
 
-    /// An object of a flight has come.
+    /// An object of a flight has arrived.
     pub(super) fn arrived(&mut self, id: FlightId, object: u32) {
         let flight = &mut self.flights[id];
         flight.came(object);
@@ -219,7 +220,7 @@ impl Remote {
         }
     }
 
-    /// Frees the leases of ended flights whose requests the scheduler does not ask for.
+    /// Frees the leases of ended flights whose requests have no demanded lookup.
     fn release_idle(&mut self, but: FlightId, parts: &mut EngineParts<'_>) {
         let requests = &*parts.requests;
         let is_demanded = |&id: &RequestId| requests[id].promotions.demanded;
@@ -237,9 +238,9 @@ impl Remote {
     }
 }
 
-/// Makes the nodes of an object that are missing, below those before it, and reserves slots for the missing payloads.
-/// Windows and states come to nodes that are there. `None`, and nothing is left, if the chain above has gone or there is no
-/// memory.
+/// Makes the missing nodes of an object, below the nodes of the objects before, and reserves slots for the missing
+/// payloads. Windows and states need existing nodes. `None`, and all is undone, if the chain above has left the index
+/// or there is no memory.
 fn reserve(flight: &Flight, piece: Piece, parts: &mut EngineParts<'_>) -> Option<Reserved> {
     let residency = &mut *parts.residency;
     let above = match flight.parent_of(piece) {
@@ -268,7 +269,7 @@ fn reserve(flight: &Flight, piece: Piece, parts: &mut EngineParts<'_>) -> Option
         let found = residency.forest().find(flight.ns, &hash);
         let node = match found {
             Some(node) if residency.node(node).parent() == reserved.end => node,
-            // The hashes are no chain.
+            // The block hashes are no chain.
             Some(_) => return undo(&reserved, residency),
             None if piece.group.is_some() => return undo(&reserved, residency),
             None => residency.insert(flight.ns, reserved.end, hash, 0),
@@ -299,7 +300,7 @@ fn reserve(flight: &Flight, piece: Piece, parts: &mut EngineParts<'_>) -> Option
 
 /// Frees the slots of an object that could not be reserved in full, and the nodes that were made for it.
 fn undo(reserved: &Reserved, residency: &mut Residency) -> Option<Reserved> {
-    // The nodes of a long chain go in later entries. Until then a save may find them and go on below them.
+    // The nodes of a long chain are removed in later entries. Until then a save may find them and continue below.
     let mut visible = Vec::new();
     for &node in &reserved.bare {
         residency.propagate_visible(node, &mut visible);
@@ -311,8 +312,7 @@ fn undo(reserved: &Reserved, residency: &mut Residency) -> Option<Reserved> {
     None
 }
 
-/// Payloads that were to be filled are not: the deepest first, so that each node that is left without payloads goes by
-/// itself.
+/// Gives up payloads that were to be filled: the deepest first, so that each node without payloads is removed alone.
 pub(super) fn give_up_payloads(payloads: &[(NodeId, u8)], residency: &mut Residency) {
     for &(node, group) in payloads.iter().rev() {
         residency.host_failed(node, group);

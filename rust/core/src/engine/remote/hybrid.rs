@@ -1,5 +1,5 @@
-//! Flights of prompts whose hits need windows or states: one boundary is looked for, and all that a hit there needs is
-//! brought.
+//! Flights of prompts whose hits need windows or states: a flight searches one boundary, and brings all objects that a
+//! hit there needs.
 
 use crate::forest::{NONE, NodeId, NsId};
 use crate::key::BlockHash;
@@ -17,13 +17,13 @@ use super::search::{SEGMENTS_MAX, Search};
 use super::spaces::Space;
 use super::waits::{Wanted, read_hashes};
 
-/// Nodes of the tiers that are looked at for the hit that they allow.
+/// Nodes that are looked at for the end of the hit that the tiers alone allow.
 const LOCAL_NODES: u32 = 250;
 
 impl Remote {
-    /// The boundaries of a prompt that the tiers lack, and the block hash at the last one. `None` if the tiers have the
-    /// last one. `found` is the deepest node of the prompt with all required payloads, and its depth; hits end at multiples
-    /// of `align` hash blocks.
+    /// The boundaries of a prompt that the tiers lack, and the block hash at the last boundary. `None` if the tiers
+    /// have the last boundary. `found` is the deepest node of the prompt with all required payloads, and its depth;
+    /// hits end at multiples of `align` hash blocks.
     pub(super) fn wanted_boundary(
         &self,
         id: RequestId,
@@ -32,7 +32,7 @@ impl Remote {
         found: (NodeId, u32),
         parts: &EngineParts<'_>,
     ) -> Option<(Wanted, BlockHash)> {
-        // Hits of a draft model need blocks behind their ends, which are no objects of the boundary.
+        // With a draft model, hits need blocks behind their ends, which no object of the boundary has.
         if parts.requests[id].dropped_tokens > 0 {
             return None;
         }
@@ -68,7 +68,7 @@ impl Remote {
         Some((wanted, request.hashes.get(limit as usize - 1)?))
     }
 
-    /// Joins the flight that looks for the deepest of the boundaries that a prompt lacks, or begins it.
+    /// Joins the flight that searches the deepest of the boundaries that a prompt lacks, or begins one.
     pub(super) fn join_for_boundary(
         &mut self,
         id: RequestId,
@@ -114,7 +114,8 @@ impl Remote {
         Some(self.begin(flight, id, lease, parts))
     }
 
-    /// Where the deepest hit may end that the tiers alone allow, or a boundary below which none does.
+    /// Where the deepest hit ends that the tiers alone allow. If the search is cut off, a boundary below which none
+    /// ends.
     fn tiers_reach(
         (deepest, depth): (NodeId, u32),
         (local, align, limit): (u32, u32, u32),
@@ -131,7 +132,7 @@ impl Remote {
         }
     }
 
-    /// Where the chain ends at the latest, before the first segment that is remembered as absent.
+    /// The deepest possible end of the chain: it ends before the end of the first segment that is remembered as absent.
     fn before_hole(&self, flight: &Flight, limit: u32, now_ns: u64) -> u32 {
         let size = flight.space.hash_blocks;
         let is_absent = |&segment: &u32| {
@@ -139,12 +140,12 @@ impl Remote {
             self.absent.contains(fingerprint(&key), now_ns)
         };
         let hole = (flight.skipped..limit / size).find(is_absent);
-        // A hit inside that segment needs only a part of it.
+        // A hit inside the absent segment needs only a part of it.
         hole.map_or(limit, |segment| limit.min((segment + 1) * size - 1))
     }
 
-    /// The answer to a flight's question which boundaries are there. When the search is over, all objects of a hit at the
-    /// deepest one are to be fetched.
+    /// Takes the answer to a flight's probes for boundaries. When the search is over, all objects of a hit at the
+    /// deepest boundary are to be fetched.
     pub(super) fn boundaries_answered(
         &mut self,
         id: FlightId,
@@ -168,7 +169,7 @@ impl Remote {
         }
     }
 
-    /// Has a flight bring all that a hit at a boundary needs.
+    /// Sets the objects of a flight to all objects that a hit at a boundary needs.
     fn take_boundary(&mut self, id: FlightId, boundary: u32, parts: &mut EngineParts<'_>) {
         let residency = &mut *parts.residency;
         let flight = &mut self.flights[id];
@@ -200,7 +201,7 @@ impl Remote {
         }
     }
 
-    /// An object of a flight's boundary is not there: the next search leaves the boundary out.
+    /// The store lacks an object of a flight's boundary: the next search leaves the boundary out.
     pub(super) fn boundary_lost(&mut self, id: FlightId, parts: &EngineParts<'_>) {
         let flight = &self.flights[id];
         let spec = parts.residency.spec(flight.ns);
@@ -211,7 +212,7 @@ impl Remote {
     }
 }
 
-/// Hits end at multiples of so many hash blocks, a multiple of `align`. `None` if that is more than a segment's.
+/// The number of hash blocks at whose multiples hits end, a multiple of `align`. `None` if it exceeds a segment's.
 fn step_of(spec: &NamespaceSpec, space: &Space, align: u32) -> Option<u32> {
     let mut times = 1..=space.hash_blocks;
     times

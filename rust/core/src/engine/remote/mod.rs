@@ -1,18 +1,19 @@
-//! The remote store below the disk tier: which segments are asked for, fetched and written.
+//! The remote store below the disk tier: which segments are probed, fetched and written.
 //!
-//! A chain of hash blocks is cut into segments of a fixed number of hash blocks (`spaces`). Each is an object of its own,
-//! named by the block hash at its end, which fixes the whole prefix: there is no manifest that could be out of date.
+//! A chain of hash blocks is cut into segments of a fixed number of hash blocks (`spaces`). Each segment is an object
+//! of its own, named by the block hash at its end, which fixes the whole prefix: no manifest could be out of date.
 //!
 //! - A lookup whose chain ends before the prompt begins a *flight* (`flight`): probes find the end of the chain in the
 //!   store (`search`), and gets fill slots of the arena front to back, below nodes that are made like those of a save
-//!   (`gets`). A segment that has come is in host memory like any other. Requests for the same segments share a flight.
-//! - Where a hit needs windows or states, the flight looks for a boundary (`boundaries`), and brings all objects of a hit
-//!   there (`pieces`, `hybrid`).
-//! - Segments that have become visible are written (`offers`, `puts`), at a limited rate and with a limited part of the arena.
-//!   Those that do not fit are dropped.
-//! - A store that fails is left alone (`breaker`).
+//!   (`gets`). A segment that has arrived is in host memory like any other. Requests for the same segments share a
+//!   flight.
+//! - Where a hit needs windows or states, the flight searches a boundary (`boundaries`), and brings all objects of a
+//!   hit there (`pieces`, `hybrid`).
+//! - Segments that have become visible are written (`offers`, `puts`), at a limited rate and with a limited part of the
+//!   arena. Segments that do not fit are dropped.
+//! - A store that fails gets no requests for a while (`breaker`).
 //!
-//! Nothing waits for the store but the requests of a flight, and these no longer than for a promotion (`waits`).
+//! Only the requests of a flight wait for the store, and no longer than for a promotion (`waits`).
 
 mod boundaries;
 mod boundary_puts;
@@ -64,7 +65,7 @@ const KNOWN_NS: u64 = 3_600_000_000_000;
 const ABSENT_MAX: usize = 1 << 14;
 /// The part of the arena that writes may hold.
 const PUT_PART: u64 = 4;
-/// Hash blocks that one entry fetches, and as many that it writes.
+/// Hash blocks that one entry fetches at most. It writes at most the same number.
 const ENTRY_HASH_BLOCKS: u32 = 64;
 
 slotmap::new_key_type! {
@@ -74,32 +75,32 @@ slotmap::new_key_type! {
 /// An object, in a namespace of this engine.
 type Place = (NsId, ObjectKey);
 
-/// An operation of the store. It holds its slots until its completion, whoever lost interest.
+/// An operation of the store. It holds its slots until its completion, even if no request needs it any more.
 #[derive(Debug)]
 enum Operation {
     Probe {
         flight: FlightId,
     },
     Get {
-        /// The flights that wait for it, and the object's place in each.
+        /// The flights that wait for the object, and its index in each.
         takers: Vec<(FlightId, u32)>,
         object: Place,
         fingerprint: u64,
         /// Payloads being filled, in the order of the request's parts.
         payloads: Vec<(NodeId, u8)>,
-        /// In the window.
+        /// Bytes that the get window counts.
         bytes: u64,
-        /// Its flight's first.
+        /// The get is the first of its flight.
         is_first: bool,
-        /// Of the last get that an entry sends: the bytes that were in flight then.
+        /// For the last get that an entry sends: the bytes in flight after the send.
         among: Option<u64>,
     },
     Put {
-        /// Leased.
+        /// The leased nodes.
         nodes: Vec<NodeId>,
         fingerprint: u64,
         payloads: Vec<(NodeId, u8)>,
-        /// In the window.
+        /// Bytes that the put window counts.
         bytes: u64,
         payload_bytes: u64,
     },
@@ -109,32 +110,32 @@ enum Operation {
 struct InFlight {
     operation: Operation,
     sent_ns: u64,
-    /// It has taken too long, which was counted.
+    /// The operation has taken too long, and was counted as late.
     is_late: bool,
 }
 
 /// The remote store, as the engine uses it.
 ///
 /// Invariants:
-/// - a payload that an operation fills has a slot and is being filled; the nodes that a put reads are leased, and so are
-///   each flight's;
-/// - the windows count the bytes of the operations in flight, `held` those of the flights;
-/// - a flight with the segment that it waits for next is found by the end of that segment;
-/// - a flight has waiters, each of which knows it, or measures the store.
+/// - a payload that an operation fills has a slot and is being filled; the nodes that a put reads are leased, and so
+///   are the nodes of each flight;
+/// - the windows count the bytes of the operations in flight, `held` counts the bytes of the flights;
+/// - a flight that waits for a segment next is found by the end of this segment;
+/// - a flight measures the store, or has waiters, each of which knows the flight.
 #[derive(Debug)]
 pub(super) struct Remote {
     config: RemoteConfig,
     spaces: Spaces,
     operations: SlotMap<RemoteId, InFlight>,
-    /// Probes and gets among them that do not take too long.
+    /// Probes and gets among the operations that do not take too long.
     reads: usize,
-    /// Puts among them.
+    /// Puts among the operations.
     writes: usize,
     flights: SlotMap<FlightId, Flight>,
     /// Flights that go on, in the order of their begin.
     order: Vec<FlightId>,
-    /// Flights by the ends of their segments that are on their way, and of the next one; with windows or states, by the
-    /// end of all that they look for.
+    /// Flights by the ends of their segments in flight, and of their next segment; with windows or states, by the end
+    /// of the part of the prompt that they search.
     by_segment: FxHashMap<(NsId, BlockHash), FlightId>,
     /// Objects that are being fetched.
     fetching: FxHashMap<Place, RemoteId>,
@@ -145,20 +146,20 @@ pub(super) struct Remote {
     /// Objects that did not match their names: they are to be replaced.
     broken: Recent,
     puts: PutQueue,
-    /// Blocks that it is known to have.
+    /// Blocks that the store is known to have.
     told: Told,
     breaker: Breaker,
     get_window: Window,
     put_window: Window,
-    /// When a get or probe ended last, or the first of those in flight was sent.
+    /// When a get or probe ended last, or the first of the gets and probes in flight was sent.
     progress_ns: u64,
     /// When to look again for operations that take too long.
     next_look_ns: u64,
     /// A flight has begun since the last look.
     has_begun: bool,
-    /// A flight has ended since the last question.
+    /// A flight has ended since the last call of [`Remote::take_ended`].
     has_ended: bool,
-    /// Entries have left work.
+    /// The last entry has left work to later entries.
     has_rest: bool,
 }
 
@@ -192,19 +193,19 @@ impl Remote {
         }
     }
 
-    /// The arena has another size, and promotions another budget.
+    /// Sets the budgets after the size of the arena has changed.
     pub(super) fn set_budgets(&mut self, host_bytes: u64, promotion_bytes: u64) {
         self.held_max = promotion_bytes;
         self.put_window.set_most(host_bytes / PUT_PART);
     }
 
-    /// The weights of a session of this namespace's instance may be others than the description says: nothing of it
-    /// comes from the store, or goes there.
+    /// Bars an instance of a namespace from the store, since the weights of a session may not match the description:
+    /// none of its blocks is fetched or written.
     pub(super) fn bar(&mut self, instance: u64) {
         self.spaces.bar(instance);
     }
 
-    /// Whether a flight has ended since this was called last.
+    /// Whether a flight has ended since the last call.
     pub(super) fn take_ended(&mut self) -> bool {
         std::mem::take(&mut self.has_ended)
     }
@@ -229,7 +230,8 @@ impl Remote {
         (self.puts.len() + self.puts.walks.len() + self.writes) as u64
     }
 
-    /// Whether something is on its way from the store. Reads that take too long do not count: they may never end.
+    /// Whether reads of the store are in flight, or flights go on. Reads that take too long do not count: they may
+    /// never end.
     pub(super) fn is_reading(&self) -> bool {
         self.reads > 0 || !self.order.is_empty()
     }
@@ -239,14 +241,14 @@ impl Remote {
         (self.has_begun, self.has_rest) = (false, false);
         self.look_for_late(parts);
         let most = out.len() + room;
-        // A store that is busy with writes would keep lookups waiting.
+        // A store that is busy with writes would delay lookups.
         let writes_max = ((room + self.operations.len()) / 2).max(1);
         self.send_for_flights(most, parts, out);
         let most = most.min(out.len() + writes_max.saturating_sub(self.writes));
         self.send_puts(most, parts, out);
     }
 
-    /// Notes an operation that is sent; its completion brings the token back.
+    /// Notes an operation that is sent. Returns the token that its completion carries.
     fn send(&mut self, operation: Operation, now_ns: u64) -> u64 {
         self.breaker.sent(now_ns);
         if matches!(operation, Operation::Put { .. }) {
@@ -269,11 +271,11 @@ impl Remote {
         KeyData::from_ffi(token).into()
     }
 
-    /// A flight has ended: its waiters look again. The blocks that have arrived are leased until then.
+    /// Ends a flight: its waiters look up again. The blocks that have arrived are leased until then.
     fn end_flight(&mut self, id: FlightId, residency: &mut Residency) {
         let flight = &mut self.flights[id];
         flight.is_over = true;
-        // Nodes below that the store did not fill go, and with them the deepest.
+        // Deeper nodes, which the store did not fill, are removed, among them the leased node.
         let kept = match flight.arrived.checked_sub(1) {
             Some(last) => flight.ends[last as usize],
             None if flight.ends.is_empty() => flight.lease,
@@ -328,7 +330,7 @@ impl Remote {
         }
     }
 
-    /// No request finds a flight by its objects any more.
+    /// Removes a flight from the index of segments: no request finds it any more.
     fn forget_segments(&mut self, id: FlightId) {
         let flight = &self.flights[id];
         if flight.boundaries.is_some() {
@@ -340,7 +342,7 @@ impl Remote {
         }
     }
 
-    /// Lets requests find a flight by a segment, unless they find another that brings it.
+    /// Lets requests find a flight by a segment, unless they find another flight that brings the segment.
     fn announce(&mut self, id: FlightId, segment: u32) {
         let flight = &self.flights[id];
         if segment < flight.objects() || flight.boundaries.is_some() {
@@ -350,7 +352,7 @@ impl Remote {
         }
     }
 
-    /// A segment of a flight has come, or its get has ended.
+    /// Requests no longer find a flight by a segment: the segment has arrived, or its get has ended.
     fn unannounce(&mut self, id: FlightId, segment: u32) {
         work::index();
         let flight = &self.flights[id];
@@ -370,8 +372,8 @@ impl Remote {
 }
 
 impl Engine {
-    /// There is a store: from now on, [`Engine::next_remote`] may send it requests. Without
-    /// [`EngineConfig::remote`](super::EngineConfig::remote) nothing is ever sent.
+    /// Attaches the store: from now on, [`Engine::next_remote`] may return requests for it. Without
+    /// [`EngineConfig::remote`](super::EngineConfig::remote) there are never any.
     pub fn attach_remote(&mut self) {
         let config = &self.config;
         if let Some(of) = config.remote.clone().filter(|_| self.remote.is_none()) {
@@ -380,7 +382,7 @@ impl Engine {
         }
     }
 
-    /// Tells a feed of blocks in the store from a number on: the number that comes next.
+    /// Adds events for blocks in the store from a number on. Returns the number that comes next.
     pub(super) fn replay_remote(&self, ns: NsId, from: u64, events: &mut Vec<BlockEvent>) -> u64 {
         let remote = self.remote.as_deref();
         let told = remote.map(|remote| &remote.told);
@@ -394,8 +396,8 @@ impl Engine {
         self.remote.is_some()
     }
 
-    /// Appends requests for the store to send now, at most `room`. All operations that have ended have been taken
-    /// ([`Engine::complete_remote`]).
+    /// Appends requests for the store to send now, at most `room`. The caller has reported all operations that have
+    /// ended ([`Engine::complete_remote`]).
     pub fn next_remote(&mut self, room: usize, out: &mut Vec<RemoteRequest>) {
         self.residency.allow_rest(self.config.tells);
         if let Some((remote, mut parts)) = self.remote() {
@@ -403,36 +405,36 @@ impl Engine {
         }
     }
 
-    /// Whether operations of the store are in flight, or something waits to be sent. The caller then calls
-    /// [`Engine::next_remote`] every few milliseconds: the limits of time are looked at there.
+    /// Whether operations of the store are in flight, or requests wait to be sent. If so, the caller calls
+    /// [`Engine::next_remote`] every few milliseconds, which checks the time limits.
     pub fn has_remote_work(&self) -> bool {
         self.remote
             .as_ref()
             .is_some_and(|remote| remote.is_active())
     }
 
-    /// Nodes have become visible: the segments that end there may be written.
+    /// Offers the segments that end at nodes that have become visible.
     pub(super) fn offer_remote(&mut self, visible: &[NodeId]) {
         if let Some((remote, mut parts)) = self.remote() {
             remote.offer_new(visible, &mut parts);
         }
     }
 
-    /// Payloads have been saved: the windows and states among them may be written.
+    /// Offers the windows and states among payloads that have been saved.
     pub(super) fn offer_remote_saved(&mut self, payloads: &[(NodeId, u8)]) {
         if let Some((remote, mut parts)) = self.remote() {
             remote.offer_saved(payloads, &mut parts);
         }
     }
 
-    /// A hit ends at a node: the segments above may be written.
+    /// Offers the segments above a node at which a hit ends.
     pub(super) fn offer_remote_hit(&mut self, node: NodeId) {
         if let Some((remote, mut parts)) = self.remote() {
             remote.offer_hit(node, &mut parts);
         }
     }
 
-    /// A request no longer waits for a flight, nor needs its blocks.
+    /// Removes a request from its flight: the request neither waits for it nor needs its blocks any more.
     pub(super) fn leave_flight(&mut self, id: RequestId) {
         let Some(remote) = self.remote.as_deref_mut() else {
             return;

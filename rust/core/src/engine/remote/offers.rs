@@ -1,5 +1,5 @@
-//! What is offered to the store: segments of blocks that have become visible, boundaries of windows and states that were
-//! saved, and what the chains have on which requests hit.
+//! Offers to the store: segments of blocks that have become visible, boundaries of windows and states that were saved,
+//! and the segments of chains that requests have hit.
 
 use crate::forest::{NONE, NodeId};
 use crate::namespace::GroupKind;
@@ -10,23 +10,23 @@ use super::super::parts::EngineParts;
 use super::Remote;
 use super::puts::Waiting;
 
-/// Segments and boundaries that wait to be written.
+/// Most segments and boundaries that wait to be written.
 const QUEUE_MAX: usize = 1 << 14;
-/// Hits whose chains are being looked at, and nodes of them that an entry looks at.
+/// Most hits whose chains are being looked at, and nodes of these chains that an entry looks at.
 const WALKS_MAX: usize = 64;
 const WALK_NODES: usize = 256;
 
 /// A chain on which a request has hit: its segments are collected from the deepest upwards.
 #[derive(Debug)]
 pub(super) struct Walk {
-    /// The node that is looked at next, and its epoch.
+    /// The node to be looked at next, and its epoch.
     at: (NodeId, u32),
     /// Ends of segments, the deepest first.
     found: Vec<(NodeId, u32)>,
 }
 
 impl Remote {
-    /// Nodes have become visible.
+    /// Offers the segments that end at nodes that have become visible.
     pub(super) fn offer_new(&mut self, visible: &[NodeId], parts: &mut EngineParts<'_>) {
         if self.config.write != RemoteWrite::All {
             return;
@@ -39,7 +39,7 @@ impl Remote {
         }
     }
 
-    /// A request has hit the chain of a node.
+    /// Offers the chain of a node that a request has hit.
     pub(super) fn offer_hit(&mut self, node: NodeId, parts: &mut EngineParts<'_>) {
         if self.config.write == RemoteWrite::None || self.puts.walks.len() == WALKS_MAX {
             return;
@@ -66,7 +66,8 @@ impl Remote {
         }
     }
 
-    /// Payloads have been saved, front to back. Where a run of windows or a state ends, a hit may end.
+    /// Offers boundaries of payloads that have been saved, front to back. Where a run of windows or a state ends, a hit
+    /// may end.
     pub(super) fn offer_saved(&mut self, payloads: &[(NodeId, u8)], parts: &mut EngineParts<'_>) {
         if self.config.write != RemoteWrite::All {
             return;
@@ -105,7 +106,7 @@ impl Remote {
         }
     }
 
-    /// Whether a segment ends at a node, that the store is not known to have.
+    /// Whether a segment ends at a node, and the store is not known to have it.
     fn ends_segment(&mut self, node: NodeId, parts: &EngineParts<'_>) -> bool {
         let state = parts.residency.node(node);
         let space = self.spaces.get(state.ns, parts.namespaces, parts.residency);
@@ -114,7 +115,7 @@ impl Remote {
         })
     }
 
-    /// Collects the segments of chains that requests have hit, and that are not there, parents first.
+    /// Collects the segments of chains that requests have hit, parents first, as far as the store lacks them.
     pub(super) fn step_walks(&mut self, parts: &mut EngineParts<'_>) {
         let mut nodes = WALK_NODES;
         while let Some(mut walk) = self.puts.walks.pop_front() {
@@ -136,7 +137,7 @@ impl Remote {
                 else {
                     break;
                 };
-                // A write above one that succeeded may have failed.
+                // The write of a segment may have failed although the write of a deeper segment succeeded.
                 if state.depth.is_multiple_of(space.hash_blocks)
                     && !self.is_there(&space, at, parts)
                 {

@@ -1,7 +1,8 @@
 //! How a chain is cut into objects.
 //!
-//! Required payloads are cut into segments. A hit in a namespace with windows or states needs more: the required payloads
-//! between the last whole segment and its end, and the windows and states there. These are objects of their own.
+//! Required payloads are cut into segments. A hit in a namespace with windows or states needs more: the required
+//! payloads between the last whole segment and the end of the hit, and the windows and states there. These are objects
+//! of their own.
 
 use crate::key::BlockHash;
 use crate::namespace::{GroupKind, NamespaceSpec};
@@ -13,11 +14,11 @@ use super::spaces::{HASH_BLOCKS_MAX, Space};
 /// A run of hash blocks that is one object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Piece {
-    /// Hash blocks of the chain before it.
+    /// Hash blocks of the chain before the object.
     pub(super) after: u32,
-    /// Hash blocks of the chain up to its end.
+    /// Hash blocks of the chain up to the object's end.
     pub(super) to: u32,
-    /// The group whose windows or states it has; `None` for the required payloads.
+    /// The group whose windows or states the object has; `None` for the required payloads.
     pub(super) group: Option<u8>,
 }
 
@@ -31,12 +32,12 @@ impl Piece {
         }
     }
 
-    /// Its hash blocks.
+    /// Number of the object's hash blocks.
     pub(super) fn hash_blocks(self) -> u32 {
         self.to - self.after
     }
 
-    /// Whether it has the payload of a group at a depth.
+    /// Whether the object has the payload of a group at a depth.
     pub(super) fn has(self, spec: &NamespaceSpec, depth: u32, group: u8) -> bool {
         match self.group {
             None => spec.required(depth) >> group & 1 == 1,
@@ -44,7 +45,7 @@ impl Piece {
         }
     }
 
-    /// Its payloads, in the object's order.
+    /// The object's payloads, in the order of the object.
     pub(super) fn payloads(self, spec: &NamespaceSpec) -> Vec<SegmentPayload> {
         let mut payloads = Vec::new();
         for (hash_block, depth) in (0..).zip(self.after + 1..=self.to) {
@@ -61,7 +62,7 @@ impl Piece {
         payloads
     }
 
-    /// Bytes of its payloads in an object.
+    /// Bytes of the object's payloads.
     pub(super) fn bytes(self, spec: &NamespaceSpec) -> u64 {
         let of_group = |(group, of): (usize, &crate::namespace::GroupSpec)| {
             let blocks = match (self.group, of.kind) {
@@ -78,7 +79,7 @@ impl Piece {
         spec.groups.iter().enumerate().map(of_group).sum()
     }
 
-    /// Its name, with the block hash at its end.
+    /// The object's name, with the block hash at the object's end.
     pub(super) fn key(self, space: &Space, end: BlockHash) -> ObjectKey {
         ObjectKey {
             namespace: space.digest,
@@ -89,9 +90,9 @@ impl Piece {
     }
 }
 
-/// The objects that a hit at a boundary needs beside the whole segments before it: the required payloads behind
-/// these, then windows and states, each front to back. The last object is written last, and a search for the boundary
-/// asks for it.
+/// The objects that a hit at a boundary needs beside the whole segments before it: the required payloads behind the
+/// segments, then windows and states, each front to back. The last object is written last, and a search for the
+/// boundary probes it.
 pub(super) fn of_boundary(spec: &NamespaceSpec, space: &Space, boundary: u32) -> Vec<Piece> {
     let whole = boundary / space.hash_blocks * space.hash_blocks;
     let mut pieces = Vec::new();
@@ -149,8 +150,8 @@ fn push_runs(pieces: &mut Vec<Piece>, all: Piece, run: u32, least: u32) {
     }
 }
 
-/// The last object of a boundary: a state, or the end of a window that no other boundary has as an object. Without either the
-/// required payloads before the boundary.
+/// The last object of a boundary: a state, or the end of a window that no other boundary has as an object. If there is
+/// neither, the required payloads before the boundary.
 pub(super) fn last_of(spec: &NamespaceSpec, space: &Space, boundary: u32) -> Piece {
     let is_state = |&group: &usize| spec.groups[group].kind == GroupKind::State;
     let is_needed = |&group: &usize| optional_after(spec, group, boundary) < boundary;
@@ -160,7 +161,7 @@ pub(super) fn last_of(spec: &NamespaceSpec, space: &Space, boundary: u32) -> Pie
         let block = spec.hash_blocks(group);
         let after = optional_after(spec, group, boundary);
         return Piece {
-            // A run of one block is no part of another boundary's.
+            // A run of one block belongs to no other boundary.
             after: match boundary - after > 2 * block {
                 true => boundary - block,
                 false => after,
@@ -188,8 +189,8 @@ fn optional_after(spec: &NamespaceSpec, group: usize, boundary: u32) -> u32 {
     }
 }
 
-/// Hash blocks of an object of one group, but for the first and the last ones of a boundary. The other objects of
-/// boundaries that are near each other are the same.
+/// Hash blocks of an object of one group, except the first and the last object of a boundary. Boundaries that are near
+/// each other share the other objects.
 fn run_of(spec: &NamespaceSpec, group: usize, object_bytes: u64) -> u32 {
     let block = spec.hash_blocks(group);
     let payload = u64::from(spec.groups[group].payload_bytes).next_multiple_of(SLOT_ALIGN);

@@ -11,9 +11,9 @@ use super::flight::{Flight, FlightId};
 use super::search::FETCHED;
 use super::waits::Wanted;
 
-/// Flights whose bytes count as sent before those of a new one.
+/// Flights whose bytes count as sent before the bytes of a new flight.
 const AHEAD_MAX: usize = 64;
-/// If less of what was asked for was there, its absence is no news.
+/// Segments that are not fetched are noted as left if the store is expected to have at least this part of them.
 const LIKELY: f64 = 0.5;
 
 /// The segments to fetch, of those that a prompt lacks.
@@ -22,16 +22,16 @@ pub(super) enum Fetches {
     All {
         /// Gets in flight at once.
         width: u32,
-        /// How long they are to take, in nanoseconds, if that was predicted.
+        /// The predicted time of the gets, in nanoseconds; `None` without a prediction.
         predicted_ns: Option<u64>,
     },
-    /// The first few, for which no request waits, to measure the store.
+    /// This many of the first segments, for which no request waits, to measure the store.
     Some(u32),
     None,
 }
 
 impl Engine {
-    /// Whether to fetch the segments that a prompt lacks, by a new flight or the one `under_way`.
+    /// Whether to fetch the segments that a prompt lacks, by a new flight or by the flight `under_way`.
     pub(super) fn plans_flight(
         &mut self,
         id: RequestId,
@@ -85,7 +85,7 @@ impl Engine {
                 is_old: under_way.is_none() && remote.reads == 0 && rates.is_old(self.now_ns),
             }
         };
-        // The wider, the faster; but gets that share the store all end late.
+        // With more gets at once, a flight is faster, but each get ends later.
         let at_once = (remote.get_window.bytes() / wanted.space.bytes) as u32;
         let most = wanted.segments.min(at_once).max(1);
         let widths = [most, most / 2, most / 4, most / 8];
@@ -133,7 +133,8 @@ impl Engine {
         }
     }
 
-    /// Why a request's planned wait for a flight is over, with the tokens that have not come; `None` if it goes on.
+    /// Why a request's planned wait for a flight is over, with the tokens that have not arrived; `None` if the wait
+    /// goes on.
     pub(super) fn flight_stop(
         &self,
         state: &RequestState,
@@ -162,7 +163,7 @@ impl Engine {
         Some((stop, end - arrived.clamp(prompt.computed.min(end), end)))
     }
 
-    /// Nanoseconds until all segments of a flight have come.
+    /// Nanoseconds until all segments of a flight have arrived.
     fn rest_ns(&self, remote: &Remote, flight: &Flight) -> f64 {
         let unsent = flight.unsent();
         let (_, all_ns) = self.planner.rates.remote.wait_ns(&Fetch {
@@ -187,7 +188,7 @@ impl Engine {
 }
 
 impl Remote {
-    /// Bytes that are fetched before those of a new flight, or of one under way.
+    /// Bytes that are fetched before the bytes of a new flight (`None`), or of a flight under way.
     fn ahead_of(&self, flight: Option<FlightId>) -> u64 {
         let before = self.order.iter().take(AHEAD_MAX);
         let before = before.take_while(|&&id| Some(id) != flight);
@@ -206,7 +207,8 @@ impl Remote {
         }
     }
 
-    /// A flight ends by itself: the planner learns what was there, and how long it took.
+    /// Lets the planner learn from a flight that ends by itself: which part the store had, and how long the flight
+    /// took.
     pub(super) fn note_flight_ended(&self, id: FlightId, parts: &mut EngineParts<'_>) {
         let flight = &self.flights[id];
         if flight.is_failed || !flight.is_searched() {
@@ -214,7 +216,7 @@ impl Remote {
         }
         let (there, segments) = (flight.arrived, flight.objects());
         if there == 0 && segments > 0 {
-            // The end of the first get has told.
+            // The planner has learned this from the end of the first get.
             return;
         }
         parts.rates.remote.flight_ended(there, segments);

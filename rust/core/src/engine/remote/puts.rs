@@ -17,9 +17,9 @@ use super::recent::fingerprint;
 use super::spaces::Space;
 use super::{ENTRY_HASH_BLOCKS, Operation, Remote};
 
-/// Segments that an entry drops because their payloads have gone.
+/// Most segments that an entry drops because their payloads were evicted.
 const DROPS_MAX: usize = 64;
-/// How long a store gets nothing that is full or denies writes.
+/// How long a store that is full, or denies writes, gets no puts.
 const FULL_NS: u64 = 30_000_000_000;
 
 /// The waiting writes.
@@ -27,7 +27,7 @@ const FULL_NS: u64 = 30_000_000_000;
 pub(super) enum Waiting {
     /// The segment that ends at a node.
     Segment,
-    /// The objects of a hit that ends at a node, but for whole segments: those from the `next` on.
+    /// The objects of a hit that ends at a node, without whole segments, from the object `next` on.
     Boundary { next: usize },
 }
 
@@ -40,7 +40,7 @@ pub(super) struct PutQueue {
     pub(super) walks: VecDeque<Walk>,
     /// Objects that are being written.
     writing: FxHashSet<u64>,
-    /// The store was full or denied a write: nothing is written before.
+    /// The store was full or denied a write: nothing is written before this time.
     paused_until_ns: u64,
 }
 
@@ -64,12 +64,12 @@ impl PutQueue {
         !self.ends.is_empty() || self.has_walks()
     }
 
-    /// Whether chains that requests have hit are to be looked at. Nothing else may come that wakes the IO thread.
+    /// Whether chains that requests have hit are to be looked at. Perhaps nothing else wakes the IO thread.
     pub(super) fn has_walks(&self) -> bool {
         !self.walks.is_empty()
     }
 
-    /// The store has no room, or does not allow writes.
+    /// Stops writes for a while: the store has no room, or denies writes.
     pub(super) fn pause(&mut self, now_ns: u64) {
         self.paused_until_ns = now_ns.saturating_add(FULL_NS);
     }
@@ -77,26 +77,26 @@ impl PutQueue {
 
 /// Why an object is not written now.
 pub(super) enum Hold {
-    /// It will not be: its payloads have gone.
+    /// The object will not be written: its payloads were evicted.
     Drop,
-    /// Its checksums are being computed.
+    /// The checksums of the object's payloads are being computed.
     Wait,
 }
 
 /// The result of one turn of the waiting writes.
 pub(super) enum Turn {
-    /// It is sent.
+    /// All of its objects are sent.
     Sent,
-    /// Nothing of it is written any more.
+    /// None of its objects is written any more.
     Dropped,
-    /// The rest of it is for another entry, when rate, memory and the store allow.
+    /// Another entry sends the remaining objects, when rate, memory and the store allow.
     Goes(Waiting),
-    /// The rest of it is for another entry, when other objects have been written.
+    /// Another entry sends the remaining objects, when other objects have been written.
     Later(Waiting),
 }
 
 impl Remote {
-    /// Whether the store has, or is getting, the segment that ends at a node.
+    /// Whether the store has the segment that ends at a node, or the segment is being written.
     pub(super) fn is_there(&self, space: &Space, node: NodeId, parts: &EngineParts<'_>) -> bool {
         let state = parts.residency.node(node);
         let index = state.depth / space.hash_blocks - 1;
@@ -119,7 +119,7 @@ impl Remote {
     ) {
         self.step_walks(parts);
         let (mut hash_blocks, mut drops) = (ENTRY_HASH_BLOCKS, DROPS_MAX);
-        // Boundaries whose other objects are on their way: looked at once.
+        // Boundaries whose other objects are being written: this entry looks at each once.
         let mut later = Vec::new();
         while let Some(&(end, what)) = self.puts.ends.front() {
             let may_send = out.len() < most
@@ -207,7 +207,7 @@ impl Remote {
         }
     }
 
-    /// Whether the rate and the window allow to write so many bytes.
+    /// Whether the rate and the window allow a write of this many bytes.
     pub(super) fn may_put(&mut self, bytes: u64, parts: &EngineParts<'_>) -> bool {
         self.puts.budget.refill(bytes, parts.now_ns);
         self.puts.budget.allows(bytes) && self.put_window.allows(bytes)
@@ -241,7 +241,7 @@ impl Remote {
             len: parts.residency.payload_bytes(node, group),
         };
         let of_request: Vec<RemotePart> = (0..).zip(&payloads).map(part).collect();
-        // A lease keeps the required payloads above its node, and of the others only the node's own.
+        // A lease keeps all required payloads down to its node, but only the node's own optional payloads.
         let leased = match piece.group {
             None => vec![end],
             Some(_) => payloads.iter().map(|&(node, _)| node).collect(),
@@ -294,7 +294,7 @@ impl Remote {
     }
 }
 
-/// An object with these nodes, front to back, and its payloads. `None` unless all are in the arena.
+/// An object with these nodes, front to back, and its payloads. `None` unless all payloads are in the arena.
 fn describe(
     nodes: &[NodeId],
     piece: Piece,
@@ -325,7 +325,7 @@ fn describe(
     (all.all(is_here) && described.is_valid()).then_some((described, payloads))
 }
 
-/// Has the checksums computed that are not known, and that nobody computes.
+/// Starts the checksums that are neither known nor being computed.
 fn sum_missing(payloads: &[(NodeId, u8)], parts: &mut EngineParts<'_>) {
     for &(node, group) in payloads {
         let is_known = parts.residency.host_checksum(node, group).is_some();

@@ -5,7 +5,8 @@ use rustc_hash::FxHashMap;
 use crate::remote::ObjectKey;
 use crate::work;
 
-/// Stands for an object: 64 bits of its name. Two that are the same by chance cost a request, or a write, no more.
+/// The fingerprint of an object: 64 bits of its name. Two objects with the same fingerprint cost a request or a write,
+/// and nothing else.
 pub(super) fn fingerprint(object: &ObjectKey) -> u64 {
     let mix = |sum: u64, word: u64| {
         let sum = (sum ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -27,7 +28,7 @@ pub(super) fn fingerprint(object: &ObjectKey) -> u64 {
 /// Segments that were noted lately: about `most` of them, each for `keep_ns`.
 #[derive(Debug)]
 pub(super) struct Recent {
-    /// When each was noted, in the older half and the younger half.
+    /// When each segment was noted, in the older half and the younger half.
     old: FxHashMap<u64, u64>,
     young: FxHashMap<u64, u64>,
     most: usize,
@@ -60,7 +61,7 @@ impl Recent {
         noted_ns.is_some_and(|&noted_ns| now_ns < noted_ns.saturating_add(self.keep_ns))
     }
 
-    /// Forgets a segment. Whether it was noted.
+    /// Forgets a segment. Returns whether it was noted.
     pub(super) fn remove(&mut self, segment: u64) -> bool {
         work::index();
         let was_young = self.young.remove(&segment).is_some();

@@ -1,28 +1,29 @@
-//! Where a chain of segments ends in the store: which of them to ask for.
+//! Where a chain of segments ends in the store: which segments to probe.
 
 /// Segments that are fetched at once, without a probe.
 pub(super) const FETCHED: u32 = 2;
-/// Segments of one search. Two rounds ask for at most 128 of them.
+/// Most segments of one search. Two rounds probe at most 128 of them.
 pub(super) const SEGMENTS_MAX: u32 = 4096;
 
-/// The search for the end of a chain, in two rounds of about the square root of its segments: evenly spread ones, then
-/// those inside the gap. That a segment is there is a hint for those before.
+/// The search for the end of a chain, in two rounds of about the square root of its segments: first evenly spread
+/// segments, then the segments between the last present and the first absent. If the store has a segment, it probably
+/// has the segments before, too.
 #[derive(Debug)]
 pub(super) struct Search {
-    /// So many segments are there, by the answers.
+    /// Number of segments that the store has, by the answers.
     present: u32,
-    /// The first segment that is not there, by the answers; the number of segments if none.
+    /// The first segment that the store lacks, by the answers; the number of segments if it lacks none.
     absent: u32,
     /// The distance of the segments of the first round.
     stride: u32,
     /// The next round, from 0.
     round: u8,
-    /// The segments of the round that is being asked.
+    /// The segments of the round in flight.
     asked: Vec<u32>,
 }
 
 impl Search {
-    /// A search among so many segments, at most [`SEGMENTS_MAX`].
+    /// A search among `segments` segments, at most [`SEGMENTS_MAX`].
     pub(super) fn new(segments: u32) -> Self {
         assert!(segments <= SEGMENTS_MAX, "a chain of {segments} segments");
         let mut stride = 1;
@@ -38,7 +39,7 @@ impl Search {
         }
     }
 
-    /// A search in which this many pieces are known to be there.
+    /// A search that has ended: the store is known to have this many pieces.
     pub(super) fn known(pieces: u32) -> Self {
         Self {
             present: pieces,
@@ -54,7 +55,7 @@ impl Search {
         !self.asked.is_empty()
     }
 
-    /// Whether all is known that will be.
+    /// Whether the search has ended.
     pub(super) fn is_over(&self) -> bool {
         !self.is_asking() && self.is_last()
     }
@@ -63,12 +64,12 @@ impl Search {
         self.round == 2 || self.present >= self.absent
     }
 
-    /// How many segments may be fetched: those that are there by the answers so far.
+    /// How many segments may be fetched: the segments that the store has by the answers so far.
     pub(super) fn present(&self) -> u32 {
         self.present.min(self.absent)
     }
 
-    /// The segments, from 0, to ask for in the next round.
+    /// The segments, counted from 0, to probe in the next round.
     pub(super) fn next_round(&mut self) -> &[u32] {
         assert!(
             !self.is_asking(),
@@ -91,7 +92,7 @@ impl Search {
         &self.asked
     }
 
-    /// The answer of a round: one bit for each segment. `None`: there was none, and no more is asked.
+    /// Takes the answer of a round: one bit for each segment. `None`: there was no answer, and the search ends.
     pub(super) fn answer(&mut self, bits: Option<u64>) {
         let asked = std::mem::take(&mut self.asked);
         let Some(bits) = bits else {
@@ -112,7 +113,7 @@ impl Search {
         }
     }
 
-    /// A segment turned out not to be there, whatever was said.
+    /// Notes that the store lacks a segment, whatever the answers were.
     pub(super) fn ends_at(&mut self, segment: u32) {
         self.absent = self.absent.min(segment);
     }
@@ -122,7 +123,7 @@ impl Search {
 mod tests {
     use super::*;
 
-    /// Searches where the first `there` of `segments` are there: the end that is found, requests and rounds.
+    /// Searches a store that has the first `there` of `segments` segments: the end that is found, requests and rounds.
     fn search(segments: u32, there: u32) -> (u32, usize, u32) {
         let mut search = Search::new(segments);
         let (mut requests, mut rounds) = (0, 0);
@@ -145,7 +146,7 @@ mod tests {
         for segments in (1..70).chain([100, 1000, 1024, 4096]) {
             for there in (0..=segments).step_by(1 + segments as usize / 90) {
                 let (found, ..) = search(segments, there);
-                // The first two are fetched whatever the probes say.
+                // The first two segments are fetched whatever the answers are.
                 assert_eq!(
                     found,
                     there.max(FETCHED.min(segments)),

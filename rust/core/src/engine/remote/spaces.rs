@@ -10,7 +10,7 @@ use crate::slots::SLOT_ALIGN;
 use super::super::namespaces::Namespaces;
 use super::super::residency::Residency;
 
-/// Hash blocks that a segment has at most: an entry of the engine handles one.
+/// Most hash blocks of a segment: an entry of the engine handles one segment.
 pub(super) const HASH_BLOCKS_MAX: u32 = 64;
 
 /// A namespace in the remote store.
@@ -21,19 +21,19 @@ pub(super) struct Space {
     pub(super) hash_blocks: u32,
     /// Bytes of a segment's payloads in an object.
     pub(super) bytes: u64,
-    /// An object of windows or states has at least so many bytes, where there are as many (`remote_object`).
+    /// An object of windows or states has at least this many bytes, if there are as many (`remote_object`).
     pub(super) object_bytes: u64,
     /// A hit needs windows or states, too.
     pub(super) is_hybrid: bool,
 }
 
-/// The namespaces as the remote store has them.
+/// The namespaces in the remote store.
 #[derive(Debug)]
 pub(super) struct Spaces {
     object_bytes: u64,
-    /// By namespace, with the instance that it was found for.
+    /// By namespace, with the instance for which the entry was made.
     known: FxHashMap<NsId, (u64, Option<Space>)>,
-    /// Instances whose weights may be others than their descriptions say.
+    /// Instances whose weights may not match their descriptions.
     barred: FxHashSet<u64>,
 }
 
@@ -46,7 +46,7 @@ impl Spaces {
         }
     }
 
-    /// The weights of a session of this namespace may be others than the description says.
+    /// Bars an instance: the weights of one of its sessions may not match the description.
     pub(super) fn bar(&mut self, instance: u64) {
         self.barred.insert(instance);
         self.known.clear();
@@ -84,9 +84,9 @@ impl Spaces {
     }
 }
 
-/// Hash blocks of a segment, and the bytes of its payloads: the least power of two of the runs of hash blocks after which
-/// blocks of all groups end, so that there are `object_bytes`, but for many small ones. `None` if no group has required
-/// payloads.
+/// Hash blocks of a segment, and the bytes of its payloads. A segment is the least power of two of runs, each of which
+/// ends with a block of every group, that has `object_bytes`; segments of many small payloads have fewer bytes. `None`
+/// if no group has required payloads.
 fn segment_of(spec: &NamespaceSpec, object_bytes: u64) -> Option<(u32, u64)> {
     let run = (1..=HASH_BLOCKS_MAX).find(|&depth| spec.may_end(depth))?;
     let full = (0..spec.groups.len()).filter(|&group| spec.groups[group].kind == GroupKind::Full);

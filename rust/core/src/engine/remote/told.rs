@@ -1,5 +1,5 @@
-//! The blocks that the store is known to have, for the routers that follow a session's events: those that this engine has
-//! written or fetched. Without a session that asks for events nothing is noted.
+//! The blocks that the store is known to have, because this engine has written or fetched them. Routers that follow a
+//! session's events need them. Without a session that asks for events nothing is noted.
 //!
 //! A block becomes known under a number that only grows, so a feed knows by one number which blocks it was told of.
 
@@ -66,7 +66,7 @@ fn event(block: &Block, parent: Option<BlockHash>, stored: bool) -> BlockEvent {
 }
 
 impl Told {
-    /// The store has these payloads, by a write or a read that has succeeded.
+    /// Notes that the store has these payloads: a write or a read has succeeded.
     pub(super) fn add(&mut self, payloads: &[(NodeId, u8)], parts: &mut EngineParts<'_>) {
         if parts.residency.feeds.is_empty() {
             return;
@@ -96,7 +96,7 @@ impl Told {
         }
     }
 
-    /// An object with these payloads is not in the store any more.
+    /// Notes that an object with these payloads is not in the store any more.
     pub(super) fn remove(&mut self, payloads: &[(NodeId, u8)], parts: &mut EngineParts<'_>) {
         if self.blocks.is_empty() {
             return;
@@ -117,8 +117,8 @@ impl Told {
         tell(number, block, event(block, None, false), parts);
     }
 
-    /// Tells a feed of some more blocks of a namespace, from a number on. Returns the number that comes next; `u64::MAX` if
-    /// all have been told.
+    /// Adds events for some more blocks of a namespace, from a number on. Returns the number that comes next;
+    /// `u64::MAX` if all have been told.
     pub(super) fn step_replay(
         &self,
         ns: NsId,
@@ -139,7 +139,7 @@ impl Told {
         rest.next().map_or(u64::MAX, |(&number, _)| number)
     }
 
-    /// The events that a complete feed of a namespace has been told.
+    /// The events that a complete feed of a namespace has told.
     #[cfg(feature = "check")]
     pub(super) fn all(&self, ns: NsId, namespaces: &Namespaces) -> Vec<BlockEvent> {
         let digest = digest_of(ns, namespaces);

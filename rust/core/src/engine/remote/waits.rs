@@ -24,32 +24,32 @@ pub(super) const FLIGHTS_MAX: usize = 1024;
 /// A request's share in the flights.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::engine) struct RemoteShare {
-    /// The flight that it waits for, or whose segments are leased until it has looked.
+    /// The flight that the request waits for, or whose segments are leased until the request has looked again.
     pub(in crate::engine) flight: Option<FlightId>,
-    /// Flights that it has joined.
+    /// Number of flights that the request has joined.
     tries: u8,
-    /// It has waited for long enough, or shall not wait: it joins no other.
+    /// The request has waited for long enough, or shall not wait: it joins no other flight.
     pub(super) gave_up: bool,
-    /// Segments that are probably there were left, since computing takes less time.
+    /// Segments that the store probably has were not fetched, since computing takes less time.
     pub(in crate::engine) is_left: bool,
     /// The decision to wait was counted.
     pub(super) is_counted: bool,
-    /// It waits against the prediction.
+    /// The request waits against the prediction.
     pub(super) ignores_prediction: bool,
-    /// Depths (exclusive, inclusive) that flights brought for it.
+    /// Depths (exclusive, inclusive) that flights brought for the request.
     pub(in crate::engine) brought: Option<(u32, u32)>,
 }
 
 impl Engine {
-    /// Whether a request's answer has to wait for segments from the remote store. Begins to bring those that the tiers
-    /// lack.
+    /// Whether a request's answer has to wait for segments from the remote store. Begins to fetch the segments that the
+    /// tiers lack.
     pub(in crate::engine) fn awaits_remote(
         &mut self,
         id: RequestId,
         ns: NsId,
         request: &LookupRequest<'_>,
     ) -> bool {
-        // An end of a prompt inside a block has a chain of its own, which is looked up beside its prompt.
+        // A tail has a chain of its own, which is looked up beside the chain of its prompt.
         let is_tail = || request.request.find('\0').is_some_and(|at| at > 0);
         if self.remote.is_none() || is_tail() {
             return false;
@@ -115,7 +115,7 @@ impl Engine {
         true
     }
 
-    /// Whether a request has waited for earlier flights for so long that it does not wait for this one, which it leaves.
+    /// Whether a request has waited for earlier flights for so long that it leaves this flight without a wait.
     fn is_over_before(&mut self, id: RequestId, flight: FlightId, computed: Tokens) -> bool {
         let flights = self.remote.as_ref().map(|remote| &remote.flights);
         let flight_of = flights.and_then(|flights| flights.get(flight));
@@ -130,7 +130,8 @@ impl Engine {
         true
     }
 
-    /// A request's flight has ended, or takes too long for it. The blocks that have arrived stay leased until the request is answered.
+    /// A request's flight has ended, or takes too long for it. The blocks that have arrived stay leased until the
+    /// request is answered.
     fn note_flight(&mut self, id: RequestId, (flight, ns): (FlightId, NsId), computed: Tokens) {
         let Some(remote) = self.remote.as_deref() else {
             return;
@@ -138,7 +139,7 @@ impl Engine {
         let of = &remote.flights[flight];
         let is_of_ns = of.ns == ns;
         let came = (of.found, of.reach(of.arrived));
-        // A store that is silent costs a request its time limit once.
+        // A silent store costs a request its time limit only once.
         let gave_up = is_of_ns && (!of.is_over || of.is_failed);
         let state = &self.sessions.requests[id];
         let stop = match is_of_ns && !of.is_over && !state.remote.gave_up {
@@ -168,7 +169,7 @@ impl Engine {
         flight.is_some_and(|flight| !flight.is_over && flight.ns == ns)
     }
 
-    /// Whether a request, of whose tokens the device holds `computed`, waits for a flight, and may go on to do so.
+    /// Whether a request with `computed` tokens waits for a flight, and may continue to wait.
     pub(in crate::engine) fn waits_for_flight(
         &self,
         state: &RequestState,
@@ -183,7 +184,7 @@ impl Engine {
             && !self.is_flight_late(state, computed)
     }
 
-    /// Whether a request that the scheduler has asked for has waited for its flight for long enough.
+    /// Whether a request with a demanded lookup has waited for its flight for long enough.
     fn is_flight_late(&self, state: &RequestState, computed: Tokens) -> bool {
         let flights = self.remote.as_ref().map(|remote| &remote.flights);
         let flight = flights.zip(state.remote.flight);
@@ -191,7 +192,7 @@ impl Engine {
         flight.is_none_or(|flight| self.is_late_for(state, flight, computed))
     }
 
-    /// Whether a request that the scheduler has asked for has waited for long enough, if it waits for this flight.
+    /// Whether a request with a demanded lookup has waited for long enough, if it waits for this flight.
     fn is_late_for(&self, state: &RequestState, flight: &Flight, computed: Tokens) -> bool {
         let Some(demanded_ns) = state.demanded_ns else {
             return false;
@@ -236,18 +237,18 @@ pub(super) struct Wanted {
     /// The deepest node of the prompt in the tiers, or `NONE`, and its depth.
     pub(super) deepest: NodeId,
     pub(super) found: u32,
-    /// Segments before the first.
+    /// Segments before the first segment that is lacking.
     pub(super) skipped: u32,
-    /// With windows or states, about.
+    /// Number of segments that are lacking; about, with windows or states.
     pub(super) segments: u32,
-    /// Where the hit ends that the tiers alone allow, and the end of the last segment, or the last boundary.
+    /// The end of the hit that the tiers alone allow, and the end of the last segment or the last boundary.
     pub(super) from: u32,
     pub(super) to: u32,
 }
 
 impl Remote {
-    /// The hash blocks that a prompt lacks, and the flight that brings the first. `None` if the store does not help. Hits
-    /// end at multiples of `align` hash blocks.
+    /// The hash blocks that a prompt lacks, and the flight that brings the first of them. `None` if the store does not
+    /// help. Hits end at multiples of `align` hash blocks.
     fn wanted(
         &mut self,
         id: RequestId,
@@ -280,8 +281,8 @@ impl Remote {
         Some((wanted, under_way))
     }
 
-    /// Joins the flight that brings the first missing part of a prompt, or begins one. `None` if the store does not
-    /// help.
+    /// Joins the flight that brings the first missing part of a prompt, or begins a flight. `None` if the store does
+    /// not help.
     fn join(
         &mut self,
         id: RequestId,
@@ -328,7 +329,7 @@ impl Remote {
         (segments > 0).then(|| self.begin(flight, id, lease, parts))
     }
 
-    /// Has a request wait for the flight that is found by a block hash.
+    /// Makes a request wait for the flight that is found by a block hash.
     pub(super) fn board(&mut self, id: RequestId, by: (NsId, BlockHash)) -> Option<FlightId> {
         crate::work::index();
         let flight = *self.by_segment.get(&by)?;
@@ -359,7 +360,7 @@ impl Remote {
         flight
     }
 
-    /// A request no longer waits for a flight.
+    /// Ends a request's wait for a flight.
     pub(super) fn leave(&mut self, id: FlightId, request: RequestId, residency: &mut Residency) {
         let Some(flight) = self.flights.get_mut(id) else {
             return;
@@ -371,8 +372,8 @@ impl Remote {
     }
 }
 
-/// The segments that a prompt lacks, and the block hash at the end of the first. `None` if the tiers have all that is asked
-/// for, or no whole segment is left.
+/// The segments that a prompt lacks, and the block hash at the end of the first. `None` if the tiers have the whole
+/// prompt, or if no whole segment is left.
 fn wanted_segments(
     id: RequestId,
     (ns, space): (NsId, Space),
@@ -389,7 +390,7 @@ fn wanted_segments(
     }
     let size = space.hash_blocks;
     let skipped = found / size;
-    // A segment that the hit ends in counts.
+    // A segment inside which the hit ends counts, too.
     let whole = (blocks / size).min(limit.div_ceil(size));
     let segments = whole
         .checked_sub(skipped)
@@ -411,7 +412,7 @@ fn wanted_segments(
     Some((wanted, end))
 }
 
-/// The hash before the hash block `from`, and those from there to `to`, as far as they are usable.
+/// The block hash before the hash block `from`, and the hashes from there to `to`, as far as they are usable.
 pub(super) fn read_hashes(
     request: &LookupRequest<'_>,
     from: usize,

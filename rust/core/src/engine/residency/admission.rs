@@ -7,7 +7,7 @@ use super::geometry::Region;
 use super::state::Residency;
 
 impl Residency {
-    /// Offers a block that is nowhere to the policies; the hit class that it enters with.
+    /// Offers a block that is in no tier to the policies. Returns the hit class with which the block enters.
     pub(in crate::engine) fn offer_block(&mut self, fingerprint: u64) -> u8 {
         let tick = self.tick;
         let mut hit_class = self.host_policies.leaves.on_offer(fingerprint, tick);
@@ -17,7 +17,7 @@ impl Residency {
         hit_class
     }
 
-    /// A block that was offered is not saved: the policy of the arena remembers it.
+    /// Lets the policy of the arena remember a block that was offered and is not saved.
     pub(in crate::engine) fn refuse_block(&mut self, fingerprint: u64, hit_class: u8) {
         let policy = &mut self.host_policies.leaves;
         policy.on_refuse(fingerprint, hit_class, self.tick);

@@ -1,4 +1,4 @@
-//! The nodes that were taken over from a store's records: those that a lookup finds, and those that go.
+//! The nodes that were taken over from a store's records: which nodes lookups find, and which are removed.
 
 use crate::forest::{NodeId, Tier};
 
@@ -7,11 +7,11 @@ use crate::disk::Disk;
 use super::state::Residency;
 
 impl Residency {
-    /// All records are taken over: tells the policies, and the nodes above; nodes whose chain is complete become visible.
-    /// Returns how many payloads there are.
+    /// Finishes the takeover after the last record: the policies and the nodes above learn of each node, and nodes
+    /// whose chain is complete become visible. Returns the number of payloads.
     pub(in crate::engine) fn finish_adoption(&mut self) -> u64 {
         self.disks.iter_mut().for_each(Disk::finish_claims);
-        // Mostly a record lies behind that of its parent. Then one pass is enough, in the order of memory.
+        // Most records lie behind their parents' records. For them one pass is enough, in the order of memory.
         let mut before_parent = Vec::new();
         for id in 0..self.forest.ids_given() as NodeId {
             let parent = self.parent(id);
@@ -42,16 +42,16 @@ impl Residency {
         self.disk_blocks()
     }
 
-    /// Whether a node is the first of a chain, or stands below a visible one.
+    /// Whether a node is the first of a chain, or its parent is visible.
     fn may_be_visible(&self, id: NodeId, parent: Option<NodeId>) -> bool {
         match parent {
             Some(parent) => self.node(parent).is_visible(),
-            // Others have no known parent.
+            // The parent of a deeper node is unknown.
             None => self.node(id).depth == 1,
         }
     }
 
-    /// Counts an active node at its parent, and at those above that become active by it.
+    /// Counts an active node at its parent, and each ancestor that becomes active by this at the ancestor's parent.
     fn count_active(&mut self, mut parent: Option<NodeId>) {
         while let Some(id) = parent {
             let was_active = self.forest.is_active(id, Tier::Disk);
@@ -86,14 +86,14 @@ impl Residency {
         }
         self.finish_removals();
         let lost = before - self.disk_blocks();
-        // Children first: a placeholder without children goes, and its parent may be one.
+        // Children first: a placeholder without children is removed, and its parent may then be such a placeholder.
         for (id, epoch) in others.into_iter().rev() {
             if !self.forest.is_live(id, epoch) {
                 continue;
             }
             let node = self.node(id);
             if node.slots(Tier::Disk) > 0 {
-                // Placeholders that were lost are written anew.
+                // Lost placeholders are written again.
                 self.add_placeholders(id, node.device);
             }
             self.reconcile(id);
@@ -103,7 +103,7 @@ impl Residency {
         lost
     }
 
-    /// Whether a node that was found may go, or be evicted, or lacks a placeholder above: few do.
+    /// Whether a node that was found may be removed or evicted, or lacks a placeholder above. Few nodes do.
     fn may_change(&self, id: NodeId, parent: Option<NodeId>) -> bool {
         let node = self.node(id);
         node.groups().len() > 1

@@ -1,4 +1,4 @@
-//! Events for the feeds: each change of a payload, and a replay of the payloads that were there before.
+//! Events for the feeds: each change of a payload, and a replay of the payloads that are in the tiers.
 
 use crate::forest::{NONE, NodeId, NsId, Tier};
 use crate::session::BlockEvent;
@@ -22,7 +22,7 @@ impl Residency {
         }
     }
 
-    /// A payload of a node has become readable in a tier, or has ceased to be.
+    /// Notes that a payload of a node has become readable in a tier (`stored`), or is no longer readable.
     pub(super) fn note_event(&mut self, id: NodeId, group: u8, tier: Tier, stored: bool) {
         if self.feeds.is_empty() || self.node(id).is_detached() {
             return;
@@ -31,7 +31,7 @@ impl Residency {
         self.feeds.note(self.node(id).ns, id, event);
     }
 
-    /// A node is about to leave the index: no lookup finds its payloads any more.
+    /// Notes that a node is about to leave the index: no lookup finds its payloads any more.
     pub(super) fn note_detached(&mut self, id: NodeId) {
         if self.feeds.is_empty() {
             return;
@@ -52,7 +52,7 @@ impl Residency {
         in_tiers.collect()
     }
 
-    /// Tells a feed of some more payloads that a namespace has in the tiers.
+    /// Adds events for some more of the payloads that a namespace has in the tiers.
     pub(in crate::engine) fn step_replay(
         &self,
         ns: NsId,
@@ -71,7 +71,7 @@ impl Residency {
                     events.extend(payloads.map(|(group, tier)| self.event(id, group, tier, true)));
                 }
             } else if replay.next as usize >= self.forest.ids_given() {
-                // All ids that are given from now on are told.
+                // The changes of all nodes are told from now on.
                 replay.next = NONE;
                 replay.ahead.clear();
                 return;
@@ -97,7 +97,7 @@ impl Residency {
         let top = replay.path.last().copied();
         let top = top.filter(|&(id, epoch)| self.forest.is_live(id, epoch));
         let Some((top, _)) = top else {
-            // The node was freed meanwhile: the replay goes on with the rest of the path as it is.
+            // The node was freed meanwhile: the replay continues with the rest of the path.
             replay.path.pop();
             replay.climbs = false;
             return;

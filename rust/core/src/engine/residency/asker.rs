@@ -1,23 +1,24 @@
-//! For which size class pages are searched and emptied, and how long: a class that needs no page delays no other.
+//! For which size class pages are searched and emptied, and for how long: a class that no longer needs a page must not
+//! delay other classes.
 
 use crate::slots::Class;
 
 use super::geometry::Region;
 use super::state::Residency;
 
-/// Times that other classes ask while a search goes on, or a run is kept, for a class that asks no more.
+/// A search, or an empty run, is kept for a class that does not ask any more until other classes have asked this often.
 const OTHERS_MAX: u64 = 16;
-/// The same for a class that was refused, which comes back: a sixteenth of the slots in use, at most so many.
+/// For a class that was refused, and will ask again, the limit is a sixteenth of the slots in use, at most this number.
 const OTHERS_OF_REFUSED_MAX: u64 = 4096;
 
 /// The size class that a search, or an emptied run, is for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Asker {
     class: Class,
-    /// The class was refused since it got a slot: the search goes on by itself. Otherwise the class gets on without, and
-    /// may never need more.
+    /// The class was refused and has got no slot since: the search goes on by itself. Otherwise the class has room for
+    /// now, and may never need more.
     pub(super) waits: bool,
-    /// Times that other classes have asked since.
+    /// How often other classes have asked since the class asked last.
     others: u64,
 }
 
@@ -32,7 +33,7 @@ impl Asker {
 }
 
 impl Residency {
-    /// A class that asked for room got none, and comes back; or it has got some.
+    /// Notes whether a class that asked for room was refused, and will ask again, or got room.
     pub(super) fn note_refusal(&mut self, region: Region, class: Class, is_refused: bool) {
         let asker = self.search_mut(region).asker.as_mut();
         if let Some(asker) = asker.filter(|asker| asker.class == class) {
@@ -40,8 +41,8 @@ impl Residency {
         }
     }
 
-    /// Whether the search under way, or an empty run, belongs to another class. It no longer does if that class has not
-    /// asked for long, or has a slot while this class has none.
+    /// Whether the search under way, or an empty run, belongs to another class than `class`. The other class loses the
+    /// search or the run if it has not asked for long, or has a slot while `class` has none.
     pub(super) fn is_others(&mut self, region: Region, class: Class, has_nothing: bool) -> bool {
         let is_kept = self.slots(region).kept_for().is_some();
         let of_refused = self.slots(region).blocks() / OTHERS_MAX;

@@ -9,7 +9,7 @@ use super::super::ensure::ensure;
 use super::geometry::Region;
 use super::state::Residency;
 
-/// How often each node is leased, and needed by leases below.
+/// How often each node is leased, and how many leases below need its payloads.
 #[derive(Debug, Default)]
 pub(in crate::engine) struct LeaseCounts {
     pub(in crate::engine) pins: HashMap<NodeId, u32>,
@@ -24,13 +24,13 @@ struct Sums {
     /// Candidates by region, size class, and whether they are leaves.
     candidates: HashMap<(usize, Class, bool), usize>,
     queued_bytes: u64,
-    /// Detached children of each node, which it does not list.
+    /// Detached children of each node, which are not in its list of children.
     detached: HashMap<NodeId, Children>,
-    /// Nodes that later entries tell that they are visible.
+    /// Nodes that later entries mark as visible.
     to_show: HashSet<NodeId>,
 }
 
-/// Children of a node, and those that are active, by tier.
+/// Children of a node, and active children by tier.
 #[derive(Clone, Copy, Debug, Default)]
 struct Children {
     children: u32,
@@ -80,7 +80,7 @@ impl Residency {
         Ok(())
     }
 
-    /// Payloads on disk at nodes that are there with all above them.
+    /// Number of payloads on disk at nodes whose whole chain is on disk.
     pub(in crate::engine) fn durable_blocks(&self) -> u64 {
         let is_whole = |id: NodeId| {
             let mut chain = std::iter::once(id).chain(self.forest.ancestors(id));
@@ -252,7 +252,7 @@ impl Residency {
         let above = self.parent(id).map(|parent| self.node(parent).reach());
         let above = above.unwrap_or(Reach::HostChain);
         let complete = self.is_complete(id);
-        // A payload that is read from a directory given up meanwhile is in no tier, and may yet come.
+        // A payload that is being read from a directory that was given up is in no tier, and may still arrive.
         let mut payloads = node.payloads();
         let is_coming = payloads.any(|payload| payload.host == HostState::Reading);
         ensure!(

@@ -11,11 +11,11 @@ use super::state::Residency;
 /// Why a payload gets no slot on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum DiskRefusal {
-    /// The policy keeps the payloads that the disk has.
+    /// The policy keeps the payloads that are on disk.
     Admission,
     /// Everything on disk is in use.
     Full,
-    /// Pages of other size classes are being looked at: to be asked again in the next entry.
+    /// A search looks at pages of other size classes: the next entry tries again.
     Searching,
     /// No directory takes writes.
     Degraded,
@@ -58,9 +58,9 @@ impl Residency {
         })
     }
 
-    /// A slot on disk for a payload, and where: on another directory if everything on the chosen one is in
-    /// use. Only directories that have room for a write are asked. `admitted` payloads are not weighed by the
-    /// policy. The required ancestor is not evicted for it.
+    /// Reserves a slot on disk for a payload: on another directory if everything on the chosen directory is in
+    /// use. Only directories that have room for a write are tried. The policy does not weigh `admitted` payloads.
+    /// The required ancestor is not evicted to make room.
     pub(in crate::engine) fn reserve_disk(
         &mut self,
         id: NodeId,
@@ -116,11 +116,12 @@ impl Residency {
         })
     }
 
-    /// The directory for a node's payloads: the one it has; else its parent's, unless they part here from
-    /// another branch; else one by its hash, in proportion to capacity, among those that take writes.
+    /// The directory for a node's payloads: the directory that the node has; else the parent's directory, unless
+    /// another branch begins here; else a directory by the node's hash, in proportion to capacity, among those that
+    /// take writes.
     ///
-    /// A block is of use only together with its ancestors. So branches spread over the directories, and
-    /// each stays on one: a directory that fails takes few blocks with it that lie on others.
+    /// A block is of use only together with its ancestors. So branches spread over the directories, and each branch
+    /// stays on one directory: when a directory fails, few blocks on other directories lose their ancestors.
     pub(in crate::engine) fn choose_disk(&self, id: NodeId, now_ns: u64) -> Option<DeviceIndex> {
         let node = self.node(id);
         let takes = |disk: &Disk| disk.health.takes_writes(now_ns);
@@ -172,8 +173,7 @@ impl Residency {
         }
     }
 
-    /// A node without payloads on disk was not written: the policy of the directory that it would have
-    /// gone to remembers it.
+    /// Lets the policy of the chosen directory remember a node that has no payloads on disk and was not written.
     pub(in crate::engine) fn note_refused_write(&mut self, id: NodeId, now_ns: u64) {
         let node = self.node(id);
         if node.slots(Tier::Disk) > 0 {

@@ -1,4 +1,4 @@
-//! A run of pages is emptied for another size class, in steps: the payloads that lie there go, and no others.
+//! A run of pages is emptied for another size class, in steps: exactly the payloads in the run are evicted.
 
 use crate::forest::Tier;
 use crate::metrics::Counters;
@@ -13,10 +13,10 @@ use super::state::Residency;
 /// Cost of an eviction, in nodes that are looked at.
 const EVICTION_VISITS: u32 = 16;
 
-/// A run that is being emptied. It is closed: nothing new comes to it.
+/// A run that is being emptied. It is closed: no slot of the run is allocated.
 #[derive(Debug)]
 pub(super) struct Emptying {
-    /// The payloads that are left, and the nodes that have to stay unused.
+    /// The payloads that are left in the run, and the nodes that have to stay unused.
     pub(super) run: RunLoss,
 }
 
@@ -28,8 +28,8 @@ impl Residency {
         self.search_mut(region).emptying = Some(Emptying { run });
     }
 
-    /// Evicts one payload of the run being emptied. The run is kept for its class when the last one has gone, and left
-    /// as it is when one is used.
+    /// Evicts one payload of the run being emptied. When the last payload is evicted, the run is kept for its class.
+    /// When a payload is used, the run is opened again.
     pub(super) fn go_on_emptying(&mut self, region: Region, counters: &mut Counters) {
         let Some(emptying) = &mut self.search_mut(region).emptying else {
             return;
@@ -37,7 +37,7 @@ impl Residency {
         let next = emptying.run.payloads.pop();
         let is_last = emptying.run.payloads.is_empty();
         if emptying.run.is_used {
-            // The class may have taken the run already, which had become empty by itself.
+            // The run may have become empty before, and the class may have taken it already.
             let is_taken = self.slots(region).closed_for().is_none();
             self.end_emptying(region, is_taken);
             return;
@@ -54,7 +54,7 @@ impl Residency {
         }
     }
 
-    /// Evicts a payload that is in no use; returns how many nodes lookups do not reach any more.
+    /// Evicts a payload that is not in use. Returns how many nodes lookups no longer reach.
     fn evict_payload(
         &mut self,
         region: Region,
@@ -63,7 +63,7 @@ impl Residency {
     ) -> u32 {
         let tier = region.tier();
         let node = self.node(id);
-        // It may have gone by itself.
+        // The payload may have left the tier meanwhile.
         if !node.payload(group).has_slot(tier)
             || node.is_detached()
             || self.region(id, tier) != region

@@ -1,4 +1,4 @@
-//! Bytes of payloads on disk that are erased: their slots are free only when that has ended.
+//! Bytes of payloads on disk that are erased: their slots become free only when the erasure has ended.
 
 use std::collections::VecDeque;
 
@@ -17,7 +17,7 @@ const QUEUED_MAX: usize = 512;
 
 /// Payloads whose bytes are to be erased, or are being erased.
 ///
-/// Invariant: each leases its node, which has left the index, and is on disk.
+/// Invariant: each payload leases its node, which has left the index; each payload is on disk.
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Erasures {
     queue: VecDeque<(NodeId, u8)>,
@@ -33,7 +33,7 @@ impl Erasures {
         self.queue.is_empty() && self.in_flight.is_empty()
     }
 
-    /// Whether nothing more is to be removed before some have ended.
+    /// Whether no further node may be removed before some erasures have ended.
     pub(in crate::engine) fn is_full(&self) -> bool {
         self.queue.len() >= QUEUED_MAX
     }
@@ -46,7 +46,7 @@ impl Erasures {
         !self.queue.is_empty()
     }
 
-    /// The first `most` that wait, to be started or put back.
+    /// Takes the first `most` waiting payloads. The caller starts their erasures or puts the payloads back.
     pub(in crate::engine) fn take(&mut self, most: usize) -> Vec<(NodeId, u8)> {
         let count = most.min(self.queue.len());
         self.queue.drain(..count).collect()
@@ -60,7 +60,7 @@ impl Erasures {
         self.in_flight.insert(payload);
     }
 
-    /// Those that lease their node.
+    /// The payloads, each of which leases its node.
     #[cfg(feature = "check")]
     pub(in crate::engine) fn iter(&self) -> impl Iterator<Item = (NodeId, u8)> {
         self.queue.iter().chain(&self.in_flight).copied()
@@ -74,7 +74,7 @@ impl Residency {
         leaving.is_some_and(|of| of.erases)
     }
 
-    /// Queues the payloads of a node without uses to be erased. Whether there are any.
+    /// Queues the payloads of a node without uses for erasure. Returns whether there are any.
     pub(super) fn queue_erasures(&mut self, id: NodeId) -> bool {
         let mut queued = false;
         for group in self.node(id).groups() {
@@ -99,7 +99,7 @@ impl Residency {
         )
     }
 
-    /// The bytes of a payload have been erased, or cannot be: its slot is free.
+    /// Frees the slot of a payload whose bytes have been erased, or cannot be erased.
     pub(in crate::engine) fn erasure_ended(
         &mut self,
         (id, group): (NodeId, u8),
@@ -114,7 +114,7 @@ impl Residency {
         self.unpin(id);
     }
 
-    /// Whether a payload waits to be erased, so that its slot stays taken.
+    /// Whether a payload waits for its erasure, so that its slot stays in use.
     pub(super) fn is_erased(&self, id: NodeId, group: u8) -> bool {
         !self.erasures.is_empty()
             && self.node(id).is_detached()

@@ -1,4 +1,4 @@
-//! Eviction: which payloads may go, and which go when a region is full.
+//! Eviction: which payloads may be evicted, and which are evicted when a region is full.
 //!
 //! A leaf is evicted with all its payloads. A node above other payloads of the tier loses only its optional
 //! payloads: blocks that have left their window, and states between boundaries.
@@ -15,11 +15,11 @@ use super::geometry::Region;
 use super::slots::Loss;
 use super::state::Residency;
 
-/// Size classes of one node's payloads. Entered and withdrawn with each lease: no allocation for the usual few.
+/// Size classes of one node's payloads. Each lease needs them, so the usual few take no allocation.
 type Classes = SmallVec<[Class; 4]>;
 
 impl Residency {
-    /// Size classes of a node's payloads for which `wanted` holds, without repetition.
+    /// Size classes of the node's payloads for which `wanted` holds, each class once.
     fn classes_where(
         &self,
         id: NodeId,
@@ -40,7 +40,7 @@ impl Residency {
         classes
     }
 
-    /// Size classes in which a node stands in a tier's policy, as it is evictable.
+    /// Size classes in which a node is a candidate of a tier's policy, by its present evictability.
     pub(super) fn candidate_classes(
         &self,
         id: NodeId,
@@ -66,7 +66,7 @@ impl Residency {
         }
     }
 
-    /// Takes a node out of the candidates of both tiers. Called before anything changes that
+    /// Removes a node from the candidates of both tiers. Called before a change of anything that
     /// [`Residency::evictability`] depends on.
     pub(super) fn withdraw(&mut self, id: NodeId) {
         self.withdraw_from(id, Tier::Host);
@@ -114,7 +114,7 @@ impl Residency {
         }
         let is_leaf = node.slots(tier) > 0
             && node.active_children(tier) == 0
-            // A child on the other tier needs the last copy of its parent.
+            // A child in the other tier needs the last copy of its parent's payload.
             && (!last_copy || node.children() == 0);
         if is_leaf {
             Evictability::Leaf
@@ -125,7 +125,7 @@ impl Residency {
         }
     }
 
-    /// Enters a node among the candidates of both tiers, or takes it out, as it is evictable now.
+    /// Adds a node to the candidates of both tiers, or removes it, by its present evictability.
     pub(in crate::engine) fn refresh(&mut self, id: NodeId) {
         for tier in Tier::ALL {
             let evictability = self.evictability(id, tier);
@@ -151,10 +151,10 @@ impl Residency {
         }
     }
 
-    /// Makes room in a region for one slot of a size class, or more. False if nothing may go, or if the caller
+    /// Makes room in a region for one slot of a size class, or more. False if nothing may be evicted, or if the caller
     /// `waits` for the end of a search that may find payloads of less worth.
     ///
-    /// Space moves between models by use: the class's own first candidate goes, unless a run of other
+    /// Space moves between models by use: the class's own first candidate is evicted, unless a run of other
     /// classes' pages is worth less.
     pub(super) fn make_room(
         &mut self,
@@ -171,8 +171,8 @@ impl Residency {
         has_room
     }
 
-    /// Evicts the next candidate of a size class. False if there is none: payloads of a run may have gone, and with them
-    /// that candidate.
+    /// Evicts the next candidate of a size class. False if there is none: the candidate may have been evicted with the
+    /// payloads of a run.
     fn evict_own(&mut self, region: Region, class: Class, counters: &mut Counters) -> bool {
         let own = self.victim(region, class);
         if let Some(own) = own {
@@ -186,12 +186,12 @@ impl Residency {
         self.policies(region).victim(class, tick)
     }
 
-    /// Whether a node is a leaf of the arena that may go.
+    /// Whether a node is a leaf of the arena that may be evicted.
     pub(super) fn is_host_leaf(&self, id: NodeId) -> bool {
         self.node(id).evictability(Tier::Host) == Evictability::Leaf
     }
 
-    /// Evicts those of a candidate's payloads of a tier that may be evicted.
+    /// Evicts a candidate's payloads of a tier, as far as they may be evicted.
     pub(super) fn evict(&mut self, id: NodeId, tier: Tier, counters: &mut Counters) {
         work::eviction();
         let (parent, last) = (self.parent(id), self.node(id).touch().last);
@@ -209,7 +209,7 @@ impl Residency {
         self.reconcile(id);
     }
 
-    /// Under LRU only the deepest block of a hit is touched: its parent inherits that.
+    /// Under LRU a hit touches only its deepest block: when this block is evicted, its parent inherits the touch.
     pub(super) fn inherit_touch(&mut self, parent: NodeId, tier: Tier, last: u64) {
         let leaves = &self.policies(self.region(parent, tier)).leaves;
         if leaves.touches_every_block() || self.node(parent).touch().last >= last {

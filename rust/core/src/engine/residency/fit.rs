@@ -11,10 +11,10 @@ use super::geometry::{Geometry, Region};
 use super::state::{Residency, new_policy};
 
 impl Residency {
-    /// Whether every payload of a namespace fits a page of every region, and where it lies.
+    /// The size classes of a namespace's payloads in every region.
     ///
     /// # Errors
-    /// If one does not.
+    /// If a payload does not fit a page of a region.
     pub(in crate::engine) fn fit(
         &mut self,
         spec: NamespaceSpec,
@@ -45,7 +45,7 @@ impl Residency {
             host_class.push(class);
             for (disk, classes) in self.disks.iter_mut().zip(&mut disk_class) {
                 let class = disk.class_for(payload_bytes);
-                // A directory that could not be opened yet has no pages, and takes nothing.
+                // A directory that could not be opened yet has no pages, and takes no payloads.
                 if class.is_none() && !disk.is_absent() {
                     let page_bytes = disk.slots().page_bytes();
                     let needed = capacity_for_payload(disk.sealed_bytes(payload_bytes));
@@ -67,7 +67,7 @@ impl Residency {
         })
     }
 
-    /// Gives a directory that was absent its slots. A namespace whose payloads do not fit the directory's pages
+    /// Adds the slots of a directory that was absent. A namespace whose payloads do not fit the directory's pages
     /// is not written there.
     pub(in crate::engine) fn open_disk(
         &mut self,
@@ -101,10 +101,10 @@ impl Residency {
         ns
     }
 
-    /// Gives the index of a namespace without nodes to another.
+    /// Gives the index of a namespace without nodes to another namespace.
     pub(in crate::engine) fn replace_namespace(&mut self, ns: NsId, geometry: Geometry) {
         self.forest.replace_namespace(ns, geometry.spec.has_full());
-        // Its last nodes may have gone before their turn came.
+        // The last nodes of the old namespace may have been freed before the removal reached them.
         self.forget_removal(ns);
         self.geometry[usize::from(ns)] = geometry;
     }
@@ -148,7 +148,7 @@ impl Residency {
         self.counts(ns, depth, after).map(|(_, count)| count).sum()
     }
 
-    /// Slot bytes in the arena of those blocks.
+    /// Slot bytes in the arena of the blocks that [`Residency::blocks_of`] counts.
     pub(in crate::engine) fn bytes_of(&self, ns: NsId, depth: u32, after: &[u32]) -> u64 {
         let classes = &self.geometry[usize::from(ns)].host_class;
         let bytes = |(group, count): (usize, u64)| {

@@ -16,7 +16,7 @@ pub(in crate::engine) enum Region {
 }
 
 impl Region {
-    /// Its number: the arena, then the directories.
+    /// The region's number: the arena, then the directories.
     pub(super) fn index(self) -> usize {
         match self {
             Self::Host => 0,
@@ -40,7 +40,7 @@ pub(in crate::engine) struct Geometry {
     pub(super) host_class: Vec<Option<Class>>,
     /// Size class of each group, by directory.
     pub(super) disk_class: Vec<Vec<Option<Class>>>,
-    /// An operator has cleared it.
+    /// `Some` if an operator has cleared the namespace.
     pub(super) leaving: Option<Leaving>,
 }
 

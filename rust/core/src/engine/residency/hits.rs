@@ -19,18 +19,18 @@ pub(in crate::engine) struct PromotionPlan {
     pub(in crate::engine) local: u32,
     /// Payloads that a load needs, front to back.
     pub(in crate::engine) payloads: Vec<(NodeId, u8)>,
-    /// Slot bytes of those that are not in the arena.
+    /// Slot bytes of the payloads that are not in the arena.
     pub(in crate::engine) unread: u64,
-    /// The same by directory.
+    /// These slot bytes by directory.
     pub(in crate::engine) unread_by_device: Vec<(DeviceIndex, u64)>,
-    /// Directory of the first of those that are not in the arena, if there are any.
+    /// Directory of the first payload that is not in the arena, if there is one.
     pub(in crate::engine) device: Option<DeviceIndex>,
 }
 
 impl Residency {
-    /// The deepest boundary at or above `top`, a multiple of `align` hash blocks, counting payloads in the arena only, or
-    /// those on directories that answer, too. Looks at about `nodes_max` nodes only. `Err`: the node at the boundary that
-    /// is to be looked at next; none above it will do.
+    /// The deepest boundary at or above `top`, a multiple of `align` hash blocks. Payloads in the arena count, and
+    /// without `host_only` also payloads on directories that answer. Looks at about `nodes_max` nodes only. `Err`: the
+    /// node of the boundary that is to be looked at next; no deeper boundary is possible.
     pub(in crate::engine) fn boundary_within(
         &self,
         top: NodeId,
@@ -55,7 +55,7 @@ impl Residency {
         found.map_err(|boundary| self.forest.ancestor(top, boundary))
     }
 
-    /// Whether all that a hit at `end` needs beyond `local` is in the arena.
+    /// Whether all payloads that a hit at `end` needs beyond `local` are in the arena.
     pub(in crate::engine) fn is_hit_in_host(&self, end: NodeId, local: u32) -> bool {
         let mut at = end;
         while at != NONE {
@@ -100,8 +100,8 @@ impl Residency {
         self.disks()[device.index()].health.answers_reads()
     }
 
-    /// How far, from `local` towards `top`, every required payload is in the arena, or on a directory that
-    /// `counts`.
+    /// The depth, from `local` towards `top`, to which every required payload is in the arena, or on a directory for
+    /// which `counts` holds.
     fn host_reach(&self, top: NodeId, local: u32, counts: impl Fn(DeviceIndex) -> bool) -> u32 {
         let mut reach = self.node(top).depth;
         let mut at = top;
@@ -145,7 +145,7 @@ impl Residency {
             }
             payloads = self.needed_payloads(self.forest.ancestor(target, boundary), local);
             unread = self.missing_bytes(&payloads);
-            // A window or a state at the new end may take more bytes than the part that was left out.
+            // A window or a state at the new end may take more bytes than were left out.
             room -= room / 16;
         }
         let mut reads = payloads.iter();
@@ -209,7 +209,7 @@ impl Residency {
         bytes
     }
 
-    /// Bytes that a payload takes of the arena beyond those that it has there.
+    /// Bytes of the arena that a payload would take in addition.
     fn missing(&self, (id, group): (NodeId, u8)) -> u64 {
         match self.node(id).payload(group).host {
             HostState::Present | HostState::Reading => 0,
@@ -283,9 +283,9 @@ impl Residency {
 struct Chain<'a> {
     residency: &'a Residency,
     deepest: NodeId,
-    /// Its depth.
+    /// Depth of the deepest node.
     top: u32,
-    /// Those passed. Empty, and not allocated, until a payload is asked for: full attention needs none.
+    /// The nodes that were passed. Empty, and not allocated, until a payload is asked for: full attention needs none.
     nodes: Vec<NodeId>,
     host_only: bool,
 }

@@ -6,12 +6,12 @@ use crate::slots::slot_offset;
 use super::geometry::Region;
 use super::state::Residency;
 
-/// Stands for a checksum that is not known. A payload whose checksum is 0, one in 2^64, is not compared.
+/// The value for an unknown checksum. A payload whose checksum is 0, one in 2^64, is not compared.
 const UNKNOWN: u64 = 0;
 
 /// The checksums of payloads in the arena, as far as they are known: 8 bytes for each slot.
 ///
-/// Invariant: the entry of a slot is of the payload that has the slot.
+/// Invariant: the entry of a slot belongs to the payload in the slot.
 #[derive(Debug, Default)]
 pub(super) struct HostChecksums {
     pages: Vec<Vec<u64>>,
@@ -42,8 +42,8 @@ impl Residency {
         (known != UNKNOWN).then_some(known)
     }
 
-    /// Takes the checksum of the bytes that a payload's slot in the arena holds now: false if the payload had
-    /// another checksum before. The first checksum is kept.
+    /// Takes the checksum of the bytes that are now in a payload's slot of the arena. False if another checksum of the
+    /// payload is known. The first checksum is kept.
     pub(in crate::engine) fn is_unchanged(&mut self, id: NodeId, group: u8, found: u64) -> bool {
         match self.host_checksum(id, group) {
             Some(known) => known == found,

@@ -24,7 +24,7 @@ impl Residency {
         self.reconcile(id);
     }
 
-    /// Leases a node with all that a hit there needs of the nodes above it.
+    /// Leases a node, and the nodes above whose windows or chunks a hit at the node needs.
     pub(in crate::engine) fn pin_hit(&mut self, id: NodeId) {
         self.pin(id);
         for above in self.window_above(id) {
@@ -35,7 +35,7 @@ impl Residency {
         }
     }
 
-    /// Ends such a lease.
+    /// Ends a lease of [`Residency::pin_hit`].
     pub(in crate::engine) fn unpin_hit(&mut self, id: NodeId) {
         for above in self.window_above(id) {
             let mut node = self.forest.node_mut(above);
@@ -92,7 +92,7 @@ impl Residency {
 
     /// Sets a node's last use to the current tick, without counting a hit.
     pub(in crate::engine) fn renew(&mut self, id: NodeId) {
-        // A policy that learns ages accounts for every change of one by itself.
+        // A policy that learns ages accounts for every change of an age by itself.
         if self.node(id).touch().last != self.tick && !self.touches_every_block() {
             self.withdraw(id);
             self.forest.node_mut(id).set_last(self.tick);

@@ -1,10 +1,10 @@
 //! Residency: which payload is in which tier, which payloads a lookup finds, and which may be evicted.
 //!
-//! Every change of a payload's state happens in these modules. `slots` holds the changes, `reach` their
-//! consequences for lookups, `eviction` those for the policies. `runs` moves pages between size
+//! Every change of a payload's state happens in these modules. `slots` holds the changes, `reach` the
+//! consequences for lookups, `eviction` the consequences for the policies. `runs` moves pages between size
 //! classes, `unused` evicts by age. `leases` keeps payloads in place, `hits` lists the payloads of a hit,
-//! `admission` adds blocks, `recovery` and `adopted` take those of a store over, `disk_slots` chooses
-//! directories. `sweep` removes what an operator clears by age, and `erasures` has bytes on disk erased.
+//! `admission` adds blocks, `recovery` and `adopted` take over the blocks of a store, `disk_slots` chooses
+//! directories. `sweep` removes the blocks that an operator clears by age, and `erasures` erases bytes on disk.
 //! `resizing` follows the sizes that an operator sets.
 
 mod admission;

@@ -8,12 +8,12 @@ use crate::work;
 
 use super::state::Residency;
 
-/// Nodes that are looked at, from the end of a chain upwards, in search of one with a state.
+/// Nodes that are looked at, from the end of a chain upwards, in search of a node with a state.
 const STATE_SEARCH: usize = 256;
 
 impl Residency {
-    /// The deepest node of a chain where a hit may end: its depth is at most `depth`, all above is in the index, and each
-    /// state is there, or is being saved.
+    /// The deepest node of a chain where a hit may end: its depth is at most `depth`, all nodes above are in the index,
+    /// and each of its states is in a tier, or is being saved.
     pub(in crate::engine) fn pin_end(
         &self,
         ns: NsId,
@@ -34,7 +34,7 @@ impl Residency {
         None
     }
 
-    /// Whether the states of a node are there, or are being saved.
+    /// Whether the states of a node are in a tier, or are being saved.
     fn has_states(&self, id: NodeId) -> bool {
         let groups = self.spec_of(id).groups.iter();
         let mut groups = groups.zip(self.node(id).payloads());
@@ -45,8 +45,7 @@ impl Residency {
         })
     }
 
-    /// Slot bytes in the arena of the payloads that every hit below needs, of a chain between two depths (exclusive,
-    /// inclusive).
+    /// Slot bytes in the arena of a chain's required payloads between two depths (exclusive, inclusive).
     pub(in crate::engine) fn chain_bytes(&self, ns: NsId, after: u32, to: u32) -> u64 {
         let after_of = |kind| if kind == GroupKind::Full { after } else { to };
         let groups = self.spec(ns).groups.iter();
@@ -54,7 +53,7 @@ impl Residency {
         self.bytes_of(ns, to, &after)
     }
 
-    /// Those of the windows and states that a hit at a depth needs.
+    /// Slot bytes in the arena of the windows and states that a hit at a depth needs.
     pub(in crate::engine) fn end_bytes(&self, ns: NsId, depth: u32) -> u64 {
         let spec = self.spec(ns);
         let groups = 0..spec.groups.len();
@@ -67,7 +66,7 @@ impl Residency {
         self.bytes_of(ns, depth, &after)
     }
 
-    /// Whether a payload of a node waits to be written to disk, or is in the hands of a worker.
+    /// Whether a payload of a node waits to be written to disk, or is being saved.
     pub(in crate::engine) fn is_unsettled(&self, id: NodeId) -> bool {
         let mut payloads = self.node(id).payloads();
         payloads.any(|payload| {
@@ -75,8 +74,8 @@ impl Residency {
         })
     }
 
-    /// A node is not used soon: its payloads in the arena go if they are on disk, or before those of others. Returns its
-    /// parent, unless others use the node.
+    /// Demotes a node that will not be used soon: its payloads in the arena are evicted now if they are on disk, else
+    /// before the payloads of other nodes. Returns the parent, unless other requests or chains use the node.
     pub(in crate::engine) fn demote(
         &mut self,
         id: NodeId,

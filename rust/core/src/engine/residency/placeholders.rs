@@ -1,5 +1,5 @@
-//! Placeholder records: those of nodes without a required payload above a payload on disk. Without them a restart could not
-//! find the payload.
+//! Placeholder records: records of nodes that have no required payload, above a payload on disk. Without these records
+//! a restart could not find the payload.
 
 use std::collections::VecDeque;
 
@@ -11,13 +11,13 @@ use super::state::Residency;
 /// Chains of which some nodes wait for their records.
 #[derive(Debug, Default)]
 pub(super) struct Placeholders {
-    /// The lowest node of each that waits, with its epoch, and the directory.
+    /// The deepest node that waits of each chain, with its epoch, and the directory.
     later: VecDeque<(NodeId, u32, DeviceIndex)>,
 }
 
 impl Residency {
-    /// Gives placeholder records to the ancestors that may be without payloads, up to one that is not, or that has its
-    /// record: so all above that one have theirs, or get it later.
+    /// Gives placeholder records to the ancestors that may be without payloads, up to the first that has payloads or a
+    /// record: the nodes above it have their records, or get them later.
     pub(in crate::engine) fn add_placeholders(&mut self, id: NodeId, device: DeviceIndex) {
         let above = self.node(id).parent();
         self.add_placeholders_from(above, device, self.chain_steps);
@@ -28,7 +28,7 @@ impl Residency {
         !self.placeholders.later.is_empty()
     }
 
-    /// Gives about `steps` nodes more the records that they wait for.
+    /// Gives records to about `steps` of the nodes that wait for them.
     pub(in crate::engine) fn continue_placeholders(&mut self, steps: usize) {
         let mut left = steps;
         while left > 0
@@ -43,7 +43,7 @@ impl Residency {
         }
     }
 
-    /// Gives at most `steps` nodes of a chain their records, from `at` upwards. Returns the number of steps that are left.
+    /// Gives records to at most `steps` nodes of a chain, from `at` upwards. Returns the number of steps that are left.
     fn add_placeholders_from(
         &mut self,
         mut at: NodeId,

@@ -28,7 +28,7 @@ impl Residency {
         payloads.all(|(group, payload)| !node.requires(group) || payload.is_readable(Tier::Host))
     }
 
-    /// How far a lookup would reach a node now. A visible node stays visible while its payloads move.
+    /// The present reach of a node for lookups. A visible node stays visible while its payloads move.
     pub(super) fn reach(&self, id: NodeId) -> Reach {
         let node = self.node(id);
         let above = self
@@ -52,19 +52,19 @@ impl Residency {
         became_visible: &mut Vec<NodeId>,
     ) {
         work::node();
-        // Most nodes have no children yet: nothing is allocated for them.
+        // Most nodes have no children yet: this path allocates nothing.
         let below = self.look_again(id, became_visible);
         if below != NONE {
             self.show(vec![below], became_visible);
         }
     }
 
-    /// Looks at nodes, each with the siblings behind it, and at those below the ones that become visible.
+    /// Looks at nodes, each with the siblings behind it. Below each node that becomes visible, looks at its children.
     pub(super) fn show(&mut self, mut siblings: Vec<NodeId>, became_visible: &mut Vec<NodeId>) {
         while let Some(id) = siblings.pop() {
             work::node();
             let next = self.forest.next_sibling(id);
-            // In a chain that is saved front to back, the next node has nothing to tell yet.
+            // In a chain that is saved front to back, the next node has not changed yet.
             if next == NONE && self.reach(id) == self.node(id).reach() {
                 continue;
             }
@@ -78,10 +78,10 @@ impl Residency {
         self.show_later(siblings);
     }
 
-    /// Notes how far a lookup would reach a node now. Its first child, if those below may become visible by it, or `NONE`.
+    /// Notes the present reach of a node. Returns its first child if nodes below may become visible, else `NONE`.
     fn look_again(&mut self, id: NodeId, became_visible: &mut Vec<NodeId>) -> NodeId {
         let before = self.node(id).reach();
-        // A node that has left the index stays while it is in use.
+        // A node that has left the index stays detached while it is in use.
         if before == Reach::Detached {
             return NONE;
         }
@@ -102,7 +102,7 @@ impl Residency {
         NONE
     }
 
-    /// A visible node has become part of the host chain, and those below may be.
+    /// Marks nodes below a visible node that has become part of the host chain.
     fn rise_below(&mut self, id: NodeId) {
         // A shared prefix may have any number of branches. A lookup checks for itself a branch whose flag was
         // not updated.
@@ -111,7 +111,7 @@ impl Residency {
         while let Some(id) = stack.pop() {
             work::node();
             let before = self.node(id).reach();
-            // A hidden one is told when it becomes visible.
+            // A hidden node is marked when it becomes visible.
             if before != Reach::Visible || self.reach(id) != Reach::HostChain {
                 continue;
             }
@@ -123,7 +123,8 @@ impl Residency {
         self.is_rise_cut |= rises == RISES_MAX;
     }
 
-    /// A hit ends at `id`. A node whose flag was not updated is part of the host chain if all above it are.
+    /// Notes a hit in the arena that ends at `id`. If the node's flag was not updated, the node is part of the host
+    /// chain if its parent is.
     pub(in crate::engine) fn note_host_chain(&mut self, id: NodeId) {
         if !self.is_rise_cut || self.node(id).is_host_chain() {
             return;
@@ -141,8 +142,7 @@ impl Residency {
         }
     }
 
-    /// A required payload of a node has left the arena: neither the node nor those below are part of the
-    /// host chain.
+    /// A required payload of a node has left the arena: the node and the nodes below leave the host chain.
     pub(super) fn clear_host_chain(&mut self, id: NodeId) {
         let mut stack = vec![id];
         while let Some(id) = stack.pop() {
@@ -156,8 +156,8 @@ impl Residency {
     }
 
     /// Re-establishes the invariants after a node lost a payload, a child, a lease or an operation. The
-    /// node may leave the index with its subtree, or be freed. So may those above it: of a long chain some go in later
-    /// entries.
+    /// node may leave the index with its subtree, or be freed, and so may its ancestors. Of a long chain, some follow
+    /// in later entries.
     pub(in crate::engine) fn reconcile(&mut self, id: NodeId) {
         let mut at = id;
         for _ in 0..self.chain_steps {
@@ -169,7 +169,7 @@ impl Residency {
         self.reconcile_later(at);
     }
 
-    /// As [`Residency::reconcile`], for one node; its parent if that has to be reconciled next.
+    /// Like [`Residency::reconcile`], for one node. Returns the parent if the parent has to be reconciled next.
     pub(super) fn reconcile_one(&mut self, id: NodeId) -> Option<NodeId> {
         work::node();
         if self.node(id).is_detached() {
@@ -179,11 +179,11 @@ impl Residency {
             self.refresh(id);
             return None;
         }
-        // A parent that is left may have become a leaf.
+        // The parent may have become a leaf.
         self.unlink_subtree(id)
     }
 
-    /// Whether a node of the index has nothing left that keeps it there.
+    /// Whether nothing keeps a node in the index.
     pub(super) fn is_to_go(&self, id: NodeId) -> bool {
         let node = self.node(id);
         let is_lost = !node.is_gap() && self.lacks_payload(id);
@@ -213,8 +213,8 @@ impl Residency {
         self.missing_group(id).is_some()
     }
 
-    /// A node lacks a required payload, and those below keep theirs: no lookup reaches any of them until
-    /// the payload is saved again. Returns how many they are.
+    /// Makes a gap: the node lacks a required payload, and the nodes below keep their payloads. No lookup reaches any
+    /// of them until the payload is saved again. Returns the number of nodes that became unreachable.
     pub(super) fn make_gap(&mut self, id: NodeId) -> u32 {
         self.moves.gaps += 1;
         self.forest.node_mut(id).set_gap(true);

@@ -13,7 +13,7 @@ use super::geometry::Region;
 use super::runs::RunSearch;
 use super::state::{Residency, new_policy};
 
-/// A sound record of a namespace that is known.
+/// A sound record of a known namespace.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::engine) struct FoundRecord<'a> {
     pub(in crate::engine) ns: NsId,
@@ -27,9 +27,9 @@ pub(in crate::engine) struct FoundRecord<'a> {
 /// State of a takeover of records: known cells and the last node.
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Adoption {
-    /// Order of writing of the record of each cell, by directory.
+    /// Sequence number of the record of each cell, by directory.
     seqs: Vec<Vec<u64>>,
-    /// Node of the last record: mostly the parent of the next one.
+    /// Node of the last record: mostly the parent of the next record's node.
     last: Option<LastNode>,
 }
 
@@ -61,7 +61,7 @@ impl Adoption {
 }
 
 impl Residency {
-    /// Adds a directory, without its records. `instances` is its namespace table.
+    /// Adds a directory without its records. `instances` is the directory's namespace table.
     pub(in crate::engine) fn add_disk(
         &mut self,
         image: &DeviceImage,
@@ -82,12 +82,12 @@ impl Residency {
         self.searches.push(RunSearch::default());
     }
 
-    /// A record tells of this tick.
+    /// Advances the tick to the tick of a record.
     pub(in crate::engine) fn advance_tick(&mut self, tick: u64) {
         self.tick = self.tick.max(tick);
     }
 
-    /// Records are taken over one by one, in any order, and then finished.
+    /// Begins to take records over: one by one, in any order, until [`Residency::finish_adoption`].
     pub(in crate::engine) fn begin_adoption(&mut self, images: &[DeviceImage]) -> Adoption {
         let mut adoption = Adoption::default();
         let nodes = images.iter().map(|image| image.table.estimate());
@@ -115,8 +115,8 @@ impl Residency {
         false
     }
 
-    /// The place of the slot that a record describes, if the record makes sense. The slot may lie beyond the capacity of
-    /// today.
+    /// The place of the slot that a record describes, if the record makes sense. The slot may lie beyond the present
+    /// capacity.
     fn place_of(&self, found: &FoundRecord<'_>) -> Option<Place> {
         let record = found.record;
         let group = usize::from(record.group);
@@ -132,7 +132,8 @@ impl Residency {
         slots.place(class, slot_offset(record.slot))
     }
 
-    /// The node of a record, if its place in the tree makes sense, and whether it is new. Its parent may come later.
+    /// The node of a record, if the record's place in the forest makes sense, and whether the node is new. The record
+    /// of the parent may follow later.
     fn node_of(
         &mut self,
         found: &FoundRecord<'_>,
@@ -193,7 +194,7 @@ impl Residency {
         self.forest.find_or_insert(&found, groups, required)
     }
 
-    /// Whether a node that was there may be what a record says: it gets its parent if that was not known.
+    /// Whether a known node fits a record's parent and depth. Sets the node's parent if it was unknown.
     fn is_below(&mut self, id: NodeId, parent: NodeId, depth: u32) -> bool {
         let node = self.node(id);
         if node.depth != depth {
@@ -218,7 +219,7 @@ impl Residency {
         if !is_new {
             self.lose_older(id, found, adoption)?;
         }
-        // Payloads that claim the same bytes are older.
+        // Payloads that claim the same bytes have older records.
         for (owner, _) in rivals {
             self.lose_claim(owner);
         }
@@ -237,8 +238,8 @@ impl Residency {
         Some(())
     }
 
-    /// Drops an older copy of a record's payload, and payloads of its node in another directory. `None` if one of them is
-    /// later than the record.
+    /// Drops an older copy of a record's payload, and payloads of its node in another directory. `None` if one of these
+    /// payloads has a later record.
     fn lose_older(
         &mut self,
         id: NodeId,
@@ -274,13 +275,13 @@ impl Residency {
         self.slots(region).cell_of(class, offset)
     }
 
-    /// A payload that was taken over is not there after all.
+    /// Drops a payload that was taken over.
     fn lose_claim(&mut self, Owner { node: id, group }: Owner) {
         let device = self.node(id).device;
         let class = self.class(id, Region::Disk(device), group);
         let mut node = self.forest.node_mut(id);
         let slot = node.change_payload(group, |payload| {
-            // Its bytes may be claimed twice over: by the slot, and as the same payload.
+            // The payload may lose its claim twice: as a rival for the slot, and as an older copy.
             let before = std::mem::replace(&mut payload.disk, DiskState::Empty);
             (before == DiskState::Present).then_some(payload.disk_slot)
         });

@@ -1,7 +1,7 @@
 //! Removal of many nodes, in steps: an entry of the engine does a bounded part of it.
 //!
-//! From the first step on, no lookup finds a node that is being removed: a namespace that ends has no user any
-//! more, and the root of a subtree leaves the index at once, so that [`Residency::deepest`] stops above it.
+//! From the first step on, no lookup finds a node that is being removed: no session uses a namespace that ends,
+//! and the root of a subtree leaves the index at once, so that [`Residency::deepest`] stops above the root.
 
 use std::collections::VecDeque;
 
@@ -21,11 +21,11 @@ pub(super) struct Removals {
     namespaces: VecDeque<NsId>,
     /// Roots of subtrees, with their epochs.
     subtrees: VecDeque<(NodeId, u32)>,
-    /// Nodes that are to be reconciled, with their epochs: nodes below them have gone.
+    /// Nodes to be reconciled, with their epochs, because nodes below were removed.
     bare: VecDeque<(NodeId, u32)>,
     /// Directories that were given up, and the first node that was not looked at yet.
     devices: VecDeque<(DeviceIndex, NodeId)>,
-    /// A node on the way to the next leaf that goes, and its epoch.
+    /// A node on the way to the next leaf to remove, and its epoch.
     cursor: Option<(NodeId, u32)>,
 }
 
@@ -45,7 +45,7 @@ impl Removals {
 }
 
 impl Residency {
-    /// Whether nodes of a namespace are in the index that nobody finds any more.
+    /// Whether a namespace has ended, and its nodes wait for their removal.
     pub(in crate::engine) fn is_ending(&self, ns: NsId) -> bool {
         self.removals.namespaces.contains(&ns)
     }
@@ -55,7 +55,7 @@ impl Residency {
         !self.removals.is_empty() && !self.erasures.is_full()
     }
 
-    /// Goes on with the removals, for about `steps` nodes. Returns whether there was a node to remove.
+    /// Continues the removals for about `steps` nodes. Returns whether there was a node to remove.
     pub(in crate::engine) fn continue_removals(&mut self, steps: usize) -> bool {
         let was_any = self.has_removals();
         for _ in 0..steps {
@@ -66,14 +66,15 @@ impl Residency {
         was_any
     }
 
-    /// Removes all that is being removed, at once.
+    /// Carries out all pending removals at once.
     pub(in crate::engine) fn finish_removals(&mut self) {
         while self.remove_one() {}
     }
 
     /// A step of a removal. False if there is nothing to remove.
     fn remove_one(&mut self) -> bool {
-        // Each lost payload of a directory may begin the removal of a subtree, or leave a bare chain: few are open at once.
+        // Each lost payload of a directory may begin the removal of a subtree, or leave a bare chain. These are
+        // finished first, so few are open at once.
         if let Some((id, epoch)) = self.removals.bare.pop_front() {
             let is_live = self.forest.is_live(id, epoch);
             if let Some(above) = is_live.then(|| self.reconcile_one(id)).flatten() {
@@ -131,16 +132,16 @@ impl Residency {
         }
         self.detach(at);
         match self.free_detached(at) {
-            // Its turn comes.
+            // The removal reaches this parent later.
             Some(parent) if !self.node(parent).is_detached() => self.refresh(parent),
-            // It has waited for its last child.
+            // A detached parent may have waited for its last child.
             Some(parent) => self.reconcile(parent),
             None => {}
         }
         true
     }
 
-    /// A node is reconciled in a later entry, if it is to go. The policies learn at once that it stays.
+    /// Reconciles a node in a later entry if nothing keeps it in the index. Else refreshes the policies at once.
     pub(super) fn reconcile_later(&mut self, id: NodeId) {
         if !self.node(id).is_detached() {
             self.refresh(id);
@@ -159,7 +160,7 @@ impl Residency {
         self.pass_over(id);
         let node = self.node(id);
         if !node.has_no_slots() {
-            // An eviction stays on record: `explain` names it later.
+            // An earlier note of an eviction stays: `explain` names the eviction later.
             let (ns, hash) = (node.ns, node.hash);
             self.departures.note(ns, &hash, Tier::Host, false);
         }
@@ -172,20 +173,20 @@ impl Residency {
         }
     }
 
-    /// Removes all nodes of a namespace that no lookup finds any more. Its index is free when the last node is
-    /// gone.
+    /// Removes all nodes of a namespace that no lookup finds any more. The namespace's index is free when the last
+    /// node is removed.
     pub(in crate::engine) fn remove_namespace(&mut self, ns: NsId) {
         if self.forest.first_root(ns) != NONE {
             self.removals.namespaces.push_back(ns);
         }
     }
 
-    /// A namespace has no nodes: nothing of it is left to be removed, and its index may have another.
+    /// Forgets the removal of a namespace that has no nodes any more: another namespace may take its index.
     pub(super) fn forget_removal(&mut self, ns: NsId) {
         self.removals.namespaces.retain(|&other| other != ns);
     }
 
-    /// Takes a node and all below it out of the index. Those in use live on, unfindable, until their last
+    /// Removes a node and all nodes below from the index. Nodes in use become detached, and are freed when their last
     /// use ends.
     pub(in crate::engine) fn remove_subtree(&mut self, id: NodeId) {
         if let Some(parent) = self.unlink_subtree(id) {
@@ -193,7 +194,7 @@ impl Residency {
         }
     }
 
-    /// As [`Residency::remove_subtree`]; returns a parent that has to be reconciled.
+    /// Like [`Residency::remove_subtree`]; returns the parent if the parent has to be reconciled.
     pub(super) fn unlink_subtree(&mut self, id: NodeId) -> Option<NodeId> {
         self.detach(id);
         if self.forest.first_child(id) != NONE {
@@ -234,19 +235,20 @@ impl Residency {
         self.node(id).is_detached() || !self.removals.subtrees.is_empty() && is_below()
     }
 
-    /// Gives a directory up: payloads that only it holds are lost. No read of it begins any more.
+    /// Gives a directory up: payloads that only this directory holds are lost. No read of the directory begins any
+    /// more.
     pub(in crate::engine) fn give_up_disk(&mut self, device: DeviceIndex) {
         self.removals.devices.retain(|&(other, _)| other != device);
         self.removals.devices.push_back((device, 0));
     }
 
-    /// A directory is being given up: its payloads are lost, removed or not.
+    /// Whether a directory is being given up. All of its payloads are lost, even if their nodes are not removed yet.
     pub(in crate::engine) fn is_being_given_up(&self, device: DeviceIndex) -> bool {
         let mut devices = self.removals.devices.iter();
         devices.any(|&(other, _)| other == device)
     }
 
-    /// A node's payloads on a directory are lost.
+    /// Drops a node's payloads on a directory that is given up.
     fn lose_on(&mut self, device: DeviceIndex, id: NodeId) {
         if !self.forest.is_used(id) || self.node(id).device != device {
             return;

@@ -1,8 +1,8 @@
 //! Regions whose size an operator has set: pages are withheld from all size classes, and returned to the system.
 //!
-//! Free pages go first. Then pages of the least worth are emptied, by the same search by which pages move between size
-//! classes (`runs`). Where a search finds none, leaves are evicted, down to half of the size at most: nodes below a
-//! payload keep its page from being emptied.
+//! Free pages are withheld first. Then pages of the least worth are emptied, by the search that also moves pages
+//! between size classes (`runs`). Where a search finds no page, leaves are evicted, down to half of the size at most: a
+//! payload with too many nodes below keeps its page from being emptied.
 
 use std::collections::VecDeque;
 
@@ -14,9 +14,9 @@ use crate::slots::{Class, Run};
 use super::geometry::Region;
 use super::state::Residency;
 
-/// Pages that one entry withholds or puts back, and leaves that it evicts, at most.
+/// Most pages that one entry withholds or puts back, and most leaves that it evicts.
 const STEPS: usize = 4;
-/// Pause before the next attempt where nothing can go, in nanoseconds.
+/// Pause before the next attempt if nothing could be withheld, in nanoseconds.
 const PAUSE_NS: u64 = 1_000_000_000;
 /// Bytes of the arena that are returned to the system at once.
 const PIECE_BYTES: u64 = 8 << 20;
@@ -25,16 +25,16 @@ const PAGES_MIN: u64 = 4;
 
 /// One region whose size was set.
 ///
-/// Invariant: the runs here are those that are withheld.
+/// Invariant: these runs are exactly the withheld runs.
 #[derive(Debug, Default)]
 pub(super) struct Resizing {
-    /// Bytes that the region may have; all of them if none.
+    /// Bytes that the region may have; `None` for its largest size.
     target: Option<u64>,
-    /// Pages that the system is to get back.
+    /// Pages that wait to be returned to the system.
     waiting: VecDeque<Run>,
-    /// One that it is getting back, and how many bytes of it it has.
+    /// The page that is being returned to the system, and how many bytes of it were returned.
     releasing: Option<(Run, u64)>,
-    /// Those that it has got back, and those that it has not.
+    /// Pages that were returned to the system, and pages that could not be returned.
     released: Vec<Run>,
     kept: Vec<Run>,
     kept_bytes: u64,
@@ -48,11 +48,11 @@ pub struct TierSize {
     pub capacity_bytes: u64,
     /// Bytes that slots may use when the resize has ended.
     pub target_bytes: u64,
-    /// The largest size: that of the start.
+    /// The largest size, which is the size at the start.
     pub maximum_bytes: u64,
-    /// Bytes that no slot uses, and that the system does not have back.
+    /// Bytes that no slot uses, and that were not returned to the system.
     pub kept_bytes: u64,
-    /// Capacity and target differ, or the system is getting memory or space back.
+    /// Capacity and target differ, or memory or space is being returned to the system.
     pub resizing: bool,
 }
 
@@ -71,7 +71,7 @@ impl Residency {
         let resizing = self.resizing_mut(region);
         resizing.target = Some(target);
         resizing.next_ns = 0;
-        // The obstacle may be gone.
+        // The cause may be gone.
         resizing.waiting.extend(resizing.kept.drain(..));
         resizing.kept_bytes = 0;
     }
@@ -85,7 +85,7 @@ impl Residency {
         &mut self.resizing[region.index()]
     }
 
-    /// Bytes of a region that are to be withheld. A directory that has been opened since has pages now.
+    /// Bytes of a region that are to be withheld. A directory that was opened after the order has pages now.
     fn wanted(&self, region: Region) -> u64 {
         let extent = self.slots(region).extent();
         extent.saturating_sub(self.target(region))
@@ -98,7 +98,7 @@ impl Residency {
             .map_or(most, |target| target.min(most))
     }
 
-    /// Whether more is to be done, and may be now.
+    /// Whether a resize has work that may be done now.
     pub(in crate::engine) fn has_resizing(&self, now_ns: u64) -> bool {
         !self.resizing.is_empty()
             && self.regions().any(|region| {
@@ -108,7 +108,7 @@ impl Residency {
             })
     }
 
-    /// Whether a region goes on with a resize some time.
+    /// Whether a region is to continue with a resize, now or later.
     pub(in crate::engine) fn waits_to_resize(&self) -> bool {
         !self.resizing.is_empty() && self.regions().any(|region| self.is_off_target(region))
     }
@@ -118,7 +118,7 @@ impl Residency {
         wanted > has || self.spare_run(region).is_some()
     }
 
-    /// Goes on with the regions whose size was set. Each may look at so many nodes.
+    /// Continues to resize the regions whose size was set. Each region may look at `visits` nodes.
     pub(in crate::engine) fn continue_resizing(
         &mut self,
         now_ns: u64,
@@ -167,7 +167,8 @@ impl Residency {
         }
     }
 
-    /// Evicts some leaves, the least recently used first, of all classes. False if there is none, or enough have gone.
+    /// Evicts some leaves of all classes, the least recently used first. False if there is none, or if enough are
+    /// evicted.
     fn evict_coldest(&mut self, region: Region, counters: &mut Counters) -> bool {
         for done in 0..STEPS {
             let used = self.slots(region).used_bytes();
@@ -206,12 +207,12 @@ impl Residency {
                 of.released.pop();
             }
             self.slots_mut(region).put_back(run);
-            // Those that were refused may try again.
+            // Classes that were refused may try again.
             self.freed[region.tier() as usize] += 1;
         }
     }
 
-    /// A withheld page that the region may have again. Those that the system does not have back come first.
+    /// A withheld page that the region may have again. Pages that were not returned to the system come first.
     fn spare_run(&self, region: Region) -> Option<Run> {
         let (slots, of) = (self.slots(region), &self.resizing[region.index()]);
         let spare = slots.withheld_bytes().checked_sub(self.wanted(region))?;
@@ -220,7 +221,7 @@ impl Residency {
         last.find(|&run| slots.run_bytes(run) <= spare)
     }
 
-    /// The next page of a directory whose space the filesystem is to get back: where it begins, and its bytes.
+    /// The next page of a directory whose space is to be returned to the filesystem: its offset and its bytes.
     pub(in crate::engine) fn next_release(&mut self, device: DeviceIndex) -> Option<(u64, u64)> {
         let region = Region::Disk(device);
         let of = self.resizing.get_mut(region.index())?;
@@ -232,18 +233,18 @@ impl Residency {
         Some(self.slots(region).run_range(run))
     }
 
-    /// Whether [`Residency::next_release`] has a part for a directory that takes it.
+    /// Whether [`Residency::next_release`] has a page for a directory.
     pub(in crate::engine) fn has_releases(&self) -> bool {
         let mut of_disks = self.resizing.iter().skip(1);
         of_disks.any(|of| of.releasing.is_none() && !of.waiting.is_empty())
     }
 
-    /// The system has got the space of a page back, or the filesystem cannot take it.
+    /// Ends the return of a page's space (`ok`), or notes that the filesystem cannot take the space.
     pub(in crate::engine) fn release_ended(&mut self, device: DeviceIndex, ok: bool) {
         self.settle_release(Region::Disk(device), ok);
     }
 
-    /// The next part of the arena that the system is to get back: where it begins, and its bytes.
+    /// The next part of the arena that is to be returned to the system: its offset and its bytes.
     pub(in crate::engine) fn next_arena_release(&mut self) -> Option<(u64, u64)> {
         let of = self.resizing.first_mut()?;
         if of.releasing.is_none() {
@@ -254,7 +255,7 @@ impl Residency {
         Some((offset + done, PIECE_BYTES.min(bytes - done)))
     }
 
-    /// The system has got that part back, or not.
+    /// Ends the return of that part, which has succeeded if `ok`.
     pub(in crate::engine) fn arena_release_ended(&mut self, ok: bool) {
         let Some((run, done)) = self.resizing[0].releasing else {
             return;
@@ -281,7 +282,7 @@ impl Residency {
         }
     }
 
-    /// A directory takes nothing any more: its pages are kept.
+    /// Keeps the pages of a directory that takes no operations any more.
     pub(in crate::engine) fn refuse_releases(&mut self, device: DeviceIndex) {
         let region = Region::Disk(device);
         while let Some(run) = self
@@ -296,7 +297,7 @@ impl Residency {
         }
     }
 
-    /// The size of a region. Costs a pass over the pages that the system is still to get back.
+    /// The size of a region. Costs a pass over the pages that wait to be returned to the system.
     pub(in crate::engine) fn size_of(&self, region: Region) -> TierSize {
         let slots = self.slots(region);
         let (capacity, maximum) = (slots.capacity(), slots.extent());
@@ -320,14 +321,14 @@ impl Residency {
         }
     }
 
-    /// Bytes that the system has back.
+    /// Bytes that were returned to the system.
     pub(in crate::engine) fn released_bytes(&self, region: Region) -> u64 {
         let of = self.resizing.get(region.index());
         let runs = of.into_iter().flat_map(|of| &of.released);
         runs.map(|&run| self.slots(region).run_bytes(run)).sum()
     }
 
-    /// Whether all that is withheld is accounted for.
+    /// Whether the withheld runs are exactly the runs of the resize.
     #[cfg(feature = "check")]
     pub(super) fn check_resizing(&self, region: Region) -> Result<(), String> {
         let Some(of) = self.resizing.get(region.index()) else {

@@ -1,25 +1,25 @@
-//! The nodes below a payload that arrives late are told in steps that they are visible: some at once, the others in later
+//! The nodes below a payload that arrives late are marked as visible in steps: some at once, the others in later
 //! entries.
 //!
-//! Other requests save blocks that stand on one whose copy goes on, any number of them. Until they are told, lookups do
-//! not find them: a miss is never wrong.
+//! Other requests may save any number of blocks below a block whose copy is still under way. Until their nodes are
+//! marked, lookups do not find them: a miss is never wrong.
 
 use crate::forest::{NONE, NodeId};
 
 use super::state::Residency;
 
-/// The nodes that have not been told.
+/// The nodes that have not been marked yet.
 #[derive(Debug)]
 pub(super) struct Rest {
-    /// Nodes that the present entry may still tell.
+    /// Number of nodes that the present entry may still mark.
     left: usize,
-    /// Nodes that may become visible, each with the siblings behind it. A node that leaves the index gives its place to the
-    /// next.
+    /// Nodes that may become visible, each with the siblings behind it. When a node leaves the index, its next sibling
+    /// takes its place.
     hidden: Vec<NodeId>,
 }
 
 impl Rest {
-    /// Without a limit until [`Residency::allow_rest`].
+    /// No nodes, and no limit until [`Residency::allow_rest`].
     pub(super) fn new() -> Self {
         Self {
             left: usize::MAX,
@@ -27,14 +27,14 @@ impl Rest {
         }
     }
 
-    /// Whether the entry may tell one node more.
+    /// Whether the entry may mark one node more, which counts from now on.
     pub(super) fn take(&mut self) -> bool {
         let may = self.left > 0;
         self.left -= usize::from(may);
         may
     }
 
-    /// The first of each series of siblings.
+    /// The first node of each series of siblings.
     #[cfg(feature = "check")]
     pub(super) fn hidden(&self) -> impl Iterator<Item = NodeId> {
         self.hidden.iter().copied()
@@ -42,28 +42,28 @@ impl Rest {
 }
 
 impl Residency {
-    /// An entry of the engine begins that may tell so many nodes.
+    /// Allows the entry of the engine that begins now to mark this many nodes.
     pub(in crate::engine) fn allow_rest(&mut self, nodes: usize) {
         self.rest.left = nodes;
     }
 
-    /// Whether nodes are left to be told.
+    /// Whether nodes are left to be marked.
     pub(in crate::engine) fn has_rest(&self) -> bool {
         !self.rest.hidden.is_empty()
     }
 
-    /// Tells more nodes. Appends those that became visible.
+    /// Marks more nodes. Appends the nodes that became visible.
     pub(in crate::engine) fn continue_rest(&mut self, became_visible: &mut Vec<NodeId>) {
         let hidden = std::mem::take(&mut self.rest.hidden);
         self.show(hidden, became_visible);
     }
 
-    /// Nodes, and the siblings behind each, may have to become visible later.
+    /// Leaves nodes, and the siblings behind each, to later entries.
     pub(super) fn show_later(&mut self, siblings: Vec<NodeId>) {
         self.rest.hidden.extend(siblings);
     }
 
-    /// A node leaves its parent's list of children.
+    /// Replaces a node that leaves its parent's list of children by its next sibling.
     pub(super) fn pass_over(&mut self, id: NodeId) {
         let next = self.forest.next_sibling(id);
         self.rest.hidden.retain_mut(|first| {

@@ -1,4 +1,4 @@
-//! The loss by evicting a run of pages, added up step by step.
+//! The loss that the eviction of a run of pages would cause, added up step by step.
 
 use std::collections::VecDeque;
 
@@ -11,34 +11,34 @@ use crate::work;
 use super::geometry::Region;
 use super::state::Residency;
 
-/// Limit of the nodes below one evicted payload: all of them are out of reach from the same entry on.
+/// Limit of the nodes below one evicted payload: one entry puts all of them out of reach.
 const BELOW_MAX: u32 = 512;
 
-/// The loss by evicting a run, as far as its payloads were looked at.
+/// The loss that the eviction of a run would cause, as far as its payloads were looked at.
 ///
-/// Invariant: neither these payloads nor those below them are in use, unless `is_used`.
+/// Invariant: unless `is_used`, neither the payloads that were looked at nor the payloads below are in use.
 #[derive(Debug)]
 pub(super) struct RunLoss {
     pub(super) run: Run,
     /// Bytes of the run.
     pub(super) bytes: f64,
-    /// Bytes, each divided by the ticks since its last use.
+    /// Sum of the lost bytes, each divided by the ticks since its last use.
     pub(super) loss: f64,
-    /// The run is not worth more than that.
+    /// The run stays if its loss exceeds this.
     pub(super) most: f64,
     /// Nodes that may still be looked at.
     visits: u32,
-    /// The unit from which on pages have not been looked at.
+    /// The first unit whose page was not looked at.
     unit: u32,
     /// Payloads of the page being looked at.
     left: VecDeque<(Owner, u32)>,
-    /// All payloads so far, with the epochs of their nodes.
+    /// All payloads that were looked at, with the epochs of their nodes.
     pub(super) payloads: Vec<(Owner, u32)>,
     /// Nodes that were looked at.
     seen: FxHashSet<NodeId>,
-    /// Those of them whose payloads are counted as lost.
+    /// The nodes among `seen` whose payloads are counted as lost.
     unreachable: FxHashSet<NodeId>,
-    /// One of them is used since, or another payload has come to the run.
+    /// A node of `seen` was used since, or another payload has come to the run.
     pub(super) is_used: bool,
 }
 
@@ -65,7 +65,7 @@ impl RunLoss {
 }
 
 impl Residency {
-    /// Expected use of a byte that was last used at a tick.
+    /// Worth of a byte that was last used at the tick `last`.
     pub(super) fn worth(&self, last: u64) -> f64 {
         1.0 / (1 + self.tick.saturating_sub(last)) as f64
     }
@@ -109,7 +109,7 @@ impl Residency {
         (before - losses.visits, (!may_go).then_some(false))
     }
 
-    /// Adds one payload, and those that no lookup reaches without it. False if it must stay.
+    /// Adds one payload, and the payloads that no lookup reaches without it. False if the payload must stay.
     fn add_payload(&self, region: Region, owner: Owner, losses: &mut RunLoss) -> bool {
         let (tier, id) = (region.tier(), owner.node);
         let node = self.node(id);
@@ -133,7 +133,7 @@ impl Residency {
             Tier::Host => payload.disk == DiskState::Present,
             Tier::Disk => payload.host == HostState::Present,
         };
-        // A restart would not find those below, and the copy in the arena could not leave it.
+        // A restart would not find the payloads below, and the copy in the arena could not be evicted.
         if tier == Tier::Disk && has_copy && node.active_children(Tier::Disk) > 0 {
             return false;
         }
@@ -146,8 +146,8 @@ impl Residency {
         true
     }
 
-    /// Looks at a node and those below. Returns the tick at which one of them was used last, `None` if one
-    /// is in use or has left the index, or there are too many. Adds the worth of each `lost` node once.
+    /// Looks at a node and the nodes below. Returns the tick of their latest use; `None` if a node is in use or has
+    /// left the index, or if there are too many nodes. With `lost`, adds the worth of each node once.
     fn look_below(&self, id: NodeId, losses: &mut RunLoss, lost: bool) -> Option<u64> {
         let mut youngest = self.node(id).touch().last;
         let mut bytes = 0.0;
@@ -177,7 +177,7 @@ impl Residency {
             let before = stack.len();
             let most = (losses.visits - bottom) as usize;
             stack.extend(self.forest.children(id).take(most));
-            // A child that has left the index is not listed: it is freed soon, or it and its ancestors are in use.
+            // A child that has left the index is not in the list. It is freed soon, or it keeps its ancestors in use.
             if stack.len() - before < node.children() as usize {
                 return None;
             }
@@ -186,14 +186,14 @@ impl Residency {
         Some(youngest)
     }
 
-    /// Whether a lease, a copy or an IO operation needs a node, or one of its payloads is to be written.
+    /// Whether a lease, a copy or an IO operation needs a node, or a payload of the node is to be written.
     fn is_used(&self, id: NodeId) -> bool {
         let node = self.node(id);
         let mut payloads = node.payloads();
         node.is_detached() || !node.is_idle() || payloads.any(|payload| payload.is_in_flight())
     }
 
-    /// Bytes of a node's payloads, in whatever tier.
+    /// Bytes of a node's payloads in all tiers.
     fn held_bytes(&self, id: NodeId) -> u64 {
         let payloads = (0u8..).zip(self.node(id).payloads());
         let held = payloads

@@ -1,10 +1,10 @@
-//! Pages move between size classes: the search for the run of pages that goes, over several entries.
+//! Pages move between size classes: the search for the run of pages to move, over several entries.
 //!
 //! A page holds parts of many chains. Evicting leaves alone would not empty it, and evicting everything below its
 //! nodes would empty most of an aged tier. So exactly the payloads in the run are evicted (`emptying`). The
 //! payloads below them stay, out of reach until a request saves the missing payloads again.
 //!
-//! The loss is added up node by node (`run_loss`). Between two entries others use the engine: a run is evicted
+//! The loss is added up node by node (`run_loss`). Between two entries, requests use the engine: a run is evicted
 //! only if none of the nodes that were looked at was used meanwhile ([`Residency::note_use`]).
 
 use std::collections::VecDeque;
@@ -20,20 +20,20 @@ use super::geometry::Region;
 use super::run_loss::RunLoss;
 use super::state::Residency;
 
-/// Candidates of each set of each other size class whose runs a search looks at.
+/// Number of candidates in each set of each other size class around which a search looks at runs.
 const CANDIDATES: usize = 6;
-/// Runs that a search looks at beside these: in time, the whole region.
+/// Further runs that a search looks at in turn, so that searches reach the whole region in time.
 const OTHER_RUNS: u64 = 8;
 /// Nodes that a search looks at for one run, on average: many small runs, or few with long chains below.
 const RUN_VISITS: [u32; 4] = [2048, 512, 4096, 1024];
-/// Searches in vain after which a payload is refused: until then it waits for the next one.
+/// After this many searches in vain, a payload is refused; until then it waits for the next search.
 const VAIN_MAX: usize = 16;
 /// How far a region was searched.
 #[derive(Debug, Default)]
 pub(super) struct RunSearch {
     /// Number of the run to look at next.
     next: u64,
-    /// Slots of the tier that had been freed when no run was worth it.
+    /// Number of slots freed in the tier when the last search found no run of less worth.
     in_vain: Option<u64>,
     /// Consecutive searches that found nothing.
     vain: usize,
@@ -53,11 +53,11 @@ pub(super) struct Pass {
     own_worth: f64,
     /// Nodes that are looked at for one run.
     run_visits: u32,
-    /// Those to look at.
+    /// Runs to look at.
     runs: VecDeque<Run>,
-    /// The one being looked at.
+    /// The run being looked at.
     at: Option<RunLoss>,
-    /// The one that loses least, of those that may go.
+    /// The run with the least loss, of the runs that may be evicted.
     best: Option<RunLoss>,
 }
 
@@ -68,7 +68,7 @@ pub struct Moves {
     pub runs: u64,
     /// Payloads evicted from runs while others depended on them.
     pub gaps: u64,
-    /// Those of them that were saved again.
+    /// Payloads of gaps that were saved again.
     pub filled_gaps: u64,
 }
 
@@ -93,8 +93,8 @@ impl RunSearch {
         self.asker.is_some_and(|asker| asker.waits)
     }
 
-    /// Whether the search goes on although its class does not ask: pages are looked at, and only for a class that waits one
-    /// is emptied.
+    /// Whether the search goes on although its class does not ask: the search looks at pages for every class, and
+    /// empties a run only for a class that waits.
     fn goes_on(&self) -> bool {
         match &self.pass {
             Some(pass) => !pass.is_over() || self.is_waited_for(),
@@ -123,16 +123,16 @@ impl Residency {
         self.moves
     }
 
-    /// An entry of the engine begins that may need room: so many nodes may be looked at for each region, or somewhat
-    /// more.
+    /// Allows the entry of the engine that begins now to look at about `visits` nodes of each region.
     pub(in crate::engine) fn allow_searches(&mut self, visits: u32) {
         self.searches
             .iter_mut()
             .for_each(|search| search.visits = visits);
     }
 
-    /// Whether a region has no room because the search for a run goes on in the next entry. After many searches in vain
-    /// no other is waited for until a slot is freed: the next one begins in the entry in which the last one ends.
+    /// Whether a region has no room because the search for a run goes on in the next entry. After many searches in
+    /// vain, no caller waits until a slot is freed: a new search begins when the last ends, so the wait might never
+    /// end.
     pub(super) fn is_searching(&self, region: Region) -> bool {
         let search = self.search(region);
         let freed = self.freed[region.tier() as usize];
@@ -146,7 +146,7 @@ impl Residency {
         self.search(region).is_under_way()
     }
 
-    /// No page is to be withheld any more: ends the search for one.
+    /// Ends the search for a page to withhold: no page is to be withheld any more.
     pub(super) fn end_withholding(&mut self, region: Region) {
         let of_pass = self.search(region).pass.as_ref().map(|pass| pass.class);
         let classes = [of_pass, self.slots(region).closed_for()];
@@ -171,7 +171,7 @@ impl Residency {
         self.searches.iter().any(RunSearch::goes_on)
     }
 
-    /// Goes on with these searches.
+    /// Continues the searches that go on although no class asks.
     pub(in crate::engine) fn continue_searches(&mut self, counters: &mut Counters) {
         let disks = self.devices().map(Region::Disk);
         for region in std::iter::once(Region::Host).chain(disks) {
@@ -184,7 +184,7 @@ impl Residency {
         }
     }
 
-    /// A node is used from now on, or gets a child: a run with payloads of its ancestors stays.
+    /// Notes that a node is used from now on, or gets a child: a run with payloads of its ancestors stays.
     pub(super) fn note_use(&mut self, id: NodeId) {
         let searches = self.searches.iter_mut();
         for run in searches.flat_map(RunSearch::watched) {
@@ -192,7 +192,8 @@ impl Residency {
         }
     }
 
-    /// A class takes a slot of a region: it does not wait, and a run around the slot was not looked at in full.
+    /// Notes that a class takes a slot of a region: the class does not wait any more, and a run around the slot has
+    /// another payload.
     pub(super) fn note_slot(&mut self, region: Region, class: Class, offset: u64) {
         if !self.search(region).is_under_way() {
             return;
@@ -207,8 +208,8 @@ impl Residency {
         *self.search_mut(region) = search;
     }
 
-    /// Goes on with the search for a run of other classes' pages that is worth less than the same bytes of `own`, the
-    /// class's own next candidate, and empties the run. Whether the class has room now.
+    /// Continues the search for a run of other classes' pages that is worth less than the same bytes of `own`, the
+    /// class's own next candidate, and empties the run. Returns whether the class has room now.
     pub(super) fn take_run(
         &mut self,
         region: Region,
@@ -263,7 +264,7 @@ impl Residency {
         });
     }
 
-    /// Looks at one more payload. Whether all runs have been looked at.
+    /// Looks at one more payload. Returns whether all runs have been looked at.
     fn go_on_with(&mut self, region: Region, pass: &mut Pass) -> bool {
         let Some(mut at) = pass.at.take() else {
             let Some(run) = pass.runs.pop_front() else {
@@ -289,12 +290,12 @@ impl Residency {
         false
     }
 
-    /// A search has ended: the best run is being emptied from now on.
+    /// Ends a search, and begins to empty the best run.
     fn end_search(&mut self, region: Region, pass: Pass) {
         let freed = self.freed[region.tier() as usize];
         if let Some(best) = pass.best.filter(|best| !best.is_used) {
             if self.slots(region).is_free(best.run) {
-                // It has become empty by itself.
+                // The run has become empty meanwhile.
                 let search = self.search_mut(region);
                 (search.in_vain, search.vain) = (None, 0);
                 return;
@@ -309,8 +310,8 @@ impl Residency {
         search.vain += 1;
     }
 
-    /// The run being emptied is empty, or it stays because one of its nodes is used. The class that asks again and
-    /// again may be the user of that node: this counts as a search in vain.
+    /// Ends the emptying of a run: the run is empty, or it stays because a node is used. The class that asks again and
+    /// again may itself use the node, so a run that stays counts as a search in vain.
     pub(super) fn end_emptying(&mut self, region: Region, is_empty: bool) {
         let freed = self.freed[region.tier() as usize];
         let search = self.search_mut(region);
@@ -327,8 +328,8 @@ impl Residency {
         }
     }
 
-    /// Whether another class may have a run that is worth less than `own`. After a search in vain, as many
-    /// slots are freed as a page has before the next one.
+    /// Whether another class may have a run that is worth less than `own`. After a search in vain, the next search
+    /// begins only when as many slots were freed as a page has.
     fn is_worth_a_search(&mut self, region: Region, class: Class, own: Option<Leaf>) -> bool {
         let slots = self.slots(region);
         let others = slots.classes().filter(|&other| other != class);
@@ -349,7 +350,7 @@ impl Residency {
         victims.any(|leaf| leaf.last < own.last)
     }
 
-    /// Some in turn, and those around the other classes' next candidates.
+    /// The runs that a search looks at: some in turn, and the runs around the other classes' next candidates.
     fn runs_to_look_at(&mut self, region: Region, class: Class) -> VecDeque<Run> {
         let next = self.search_mut(region).next;
         self.search_mut(region).next = next + OTHER_RUNS;
@@ -363,7 +364,7 @@ impl Residency {
         }
         let mut around = around.into_iter();
         let mut runs = VecDeque::new();
-        // In turns: neither kind uses up the nodes that may be looked at.
+        // Alternately: neither kind uses up the nodes that the search may look at.
         for number in next..next + OTHER_RUNS {
             runs.push_back(self.slots(region).run_number(number, class));
             runs.extend(around.next());
@@ -372,7 +373,7 @@ impl Residency {
         runs
     }
 
-    /// Offset of a readable payload of a node that lies in a size class.
+    /// Offset of a readable payload of a node whose slot has the size class.
     fn slot_in(&self, region: Region, id: NodeId, class: Class) -> Option<u64> {
         let tier = region.tier();
         (0u8..)

@@ -10,7 +10,7 @@ use super::state::Residency;
 /// Why a payload leaves a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum Loss {
-    /// For space: the policy remembers its worth.
+    /// To make room: the policy remembers the payload's worth.
     Evicted,
     /// For any other reason.
     Dropped,
@@ -32,7 +32,7 @@ impl Residency {
         );
         let class = self.class(id, Region::Host, group);
         let owner = Owner { node: id, group };
-        // A read comes back in the next entry. A save would have to be offered again.
+        // A read is tried again in the next entry. A save would have to be offered again.
         let waits = state == HostState::Reading;
         let offset = loop {
             if let Some(offset) = self.host.alloc(class, owner) {
@@ -68,8 +68,8 @@ impl Residency {
         true
     }
 
-    /// The copy or read into a payload's slot has succeeded. Appends the nodes that became visible by it
-    /// to `became_visible`: a save fills thousands of payloads in one entry, which share one buffer. The
+    /// The copy or read into a payload's slot has succeeded. Appends the nodes that became visible to
+    /// `became_visible`: a save fills thousands of payloads in one entry, which share one buffer. The
     /// caller reconciles `id`.
     pub(in crate::engine) fn host_filled(
         &mut self,
@@ -138,7 +138,7 @@ impl Residency {
         }
     }
 
-    /// Puts a payload into the write queue's account.
+    /// Counts a payload that is added to the write queue.
     pub(in crate::engine) fn queue_write(&mut self, id: NodeId, group: u8) {
         self.withdraw(id);
         self.note_use(id);
@@ -158,7 +158,7 @@ impl Residency {
         self.queued_bytes += self.slot_bytes(id, group);
     }
 
-    /// Takes a payload out of the write queue's account; the caller refreshes the node.
+    /// Ends the count of a payload that leaves the write queue; the caller refreshes the node.
     pub(in crate::engine) fn unqueue_write(&mut self, id: NodeId, group: u8) {
         self.forest.node_mut(id).change_payload(group, |payload| {
             assert_eq!(
@@ -221,13 +221,13 @@ impl Residency {
         self.note_event(id, group, Tier::Disk, true);
     }
 
-    /// The write of a payload has failed, or came to nothing: frees its slot. The caller reconciles `id`.
+    /// The write of a payload has failed, or was not made: frees the slot on disk. The caller reconciles `id`.
     pub(in crate::engine) fn write_failed(&mut self, id: NodeId, group: u8) {
         self.end_use(id);
         self.free_disk(id, group, Loss::Dropped);
     }
 
-    /// A payload on disk differs from its record, or cannot be read: it is lost, and its record is to be
+    /// Drops a payload on disk that differs from its record, or cannot be read: the record is to be
     /// overwritten. The caller reconciles `id`.
     pub(in crate::engine) fn drop_unreadable(&mut self, id: NodeId, group: u8) {
         let node = self.node(id);
@@ -262,7 +262,7 @@ impl Residency {
         self.slot_freed(id, Tier::Disk, loss);
     }
 
-    /// A node has one more slot in a tier.
+    /// Counts one more slot of a node in a tier.
     pub(super) fn slot_taken(&mut self, id: NodeId, tier: Tier) {
         let was_active = self.forest.is_active(id, tier);
         let mut node = self.forest.node_mut(id);
@@ -279,7 +279,7 @@ impl Residency {
         }
     }
 
-    /// A node has one slot fewer in a tier.
+    /// Counts one slot fewer of a node in a tier.
     fn slot_freed(&mut self, id: NodeId, tier: Tier, loss: Loss) {
         self.freed[tier as usize] += 1;
         let mut node = self.forest.node_mut(id);
@@ -304,7 +304,7 @@ impl Residency {
         }
     }
 
-    /// Tells the ancestors that a node has become active in a tier, or has ceased to be.
+    /// Updates the counts of the ancestors after a node became active in a tier, or inactive.
     fn activity_changed(&mut self, id: NodeId, tier: Tier, active: bool) {
         let mut child = id;
         // A parent with slots of its own stays active: the walk ends there.

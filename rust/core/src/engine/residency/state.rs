@@ -1,4 +1,4 @@
-//! The fields of residency, and those that other parts may read.
+//! The fields of residency, and the functions by which other parts read them.
 
 use std::ops::Range;
 
@@ -24,11 +24,11 @@ use super::sweep::ClearTotals;
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
 const BLOCK_BYTES_LOG2: u32 = 16;
-/// Blocks that a policy reckons with at least.
+/// The least number of blocks for which a policy is made.
 const POLICY_BLOCKS_MIN: u64 = 64;
 
-/// An entry may end the use of several payloads, each with a chain above it: so the nodes of one chain are that part of
-/// those that an entry removes.
+/// An entry may end the use of several payloads, each with a chain above. So for one chain, an entry removes only this
+/// part of the nodes that it may remove.
 const CHAIN_STEPS: usize = 8;
 
 /// Which payload is in which tier.
@@ -38,9 +38,10 @@ const CHAIN_STEPS: usize = 8;
 ///   payload; all payloads of a node on disk are in one directory;
 /// - a node counts its slots and its active children, and in `Uses::busy` its copies and IO operations,
 ///   `queued_bytes` the payloads in state `Queued`;
-/// - a node is visible if and only if its parent is and every required payload is readable in some tier,
-///   or is being read; it is in the host chain only if its parent is and every required payload is in the
-///   arena, and unless it is one of very many below its parent, also if they are;
+/// - a node is visible if and only if its parent is visible and every required payload is readable in some tier,
+///   or is being read;
+/// - a node is in the host chain only if its parent is and every required payload is in the arena; the reverse also
+///   holds, except below a node with very many nodes below;
 /// - a policy's set holds exactly the nodes whose [`Evictability`] says so: nothing leased, held, in flight
 ///   or above a payload of the same tier, and no last copy that a child needs;
 /// - a detached node is freed as soon as nothing uses it and it has no children.
@@ -57,26 +58,27 @@ pub(in crate::engine) struct Residency {
     pub(super) geometry: Vec<Geometry>,
     /// The policies' time: one tick for each request.
     pub(super) tick: u64,
-    /// Slots freed since the start, by tier. Waiters for room compare it.
+    /// Number of slots freed since the start, by tier. Those that wait for room compare this number.
     pub(super) freed: [u64; 2],
     /// Slot bytes of the payloads in the write queue.
     pub(super) queued_bytes: u64,
     pub(super) removals: Removals,
-    /// Nodes of one chain without payloads that an entry adds records for, or removes; the others wait for later entries.
+    /// Nodes of one chain without payloads that an entry adds records for, or removes; the others wait for later
+    /// entries.
     pub(super) chain_steps: usize,
     pub(super) placeholders: Placeholders,
     pub(super) rest: Rest,
-    /// A node in the host chain may not know that it is.
+    /// Some nodes that belong to the host chain may not be marked so.
     pub(super) is_rise_cut: bool,
     /// How far each region was searched for pages that another size class may take: the arena, then the
     /// directories.
     pub(super) searches: Vec<RunSearch>,
     pub(super) moves: Moves,
-    /// The sizes that an operator has set, by region; empty before the first.
+    /// The sizes that an operator has set, by region; empty before the first order.
     pub(super) resizing: Vec<Resizing>,
-    /// A payload on disk was evicted although others depend on it there.
+    /// A payload on disk was evicted although other payloads on disk depend on it.
     pub(super) disk_gaps: bool,
-    /// Who is told of changes.
+    /// The sessions that get events.
     pub(in crate::engine) feeds: Feeds,
     /// Blocks that have left the tiers.
     pub(in crate::engine) departures: Departures,
@@ -181,13 +183,13 @@ impl Residency {
         self.tick
     }
 
-    /// A request has come, or is told apart from others.
+    /// Advances the tick: a request has come, or needs a tick of its own.
     pub(in crate::engine) fn next_tick(&mut self) -> u64 {
         self.tick += 1;
         self.tick
     }
 
-    /// The request of the current tick is done: policies may learn.
+    /// Ends the request of the current tick: policies may learn.
     pub(in crate::engine) fn end_of_request(&mut self) {
         let tick = self.tick;
         self.host_policies.leaves.end_of_request(tick);
@@ -211,13 +213,13 @@ impl Residency {
         disks.any(|disk| disk.health.takes_writes(now_ns))
     }
 
-    /// Whether no directory takes writes now, and one that does not answer may take some later.
+    /// Whether no directory takes writes now, but a directory that does not answer may take writes later.
     pub(in crate::engine) fn waits_for_an_answer(&self, now_ns: u64) -> bool {
         let is_silent = |disk: &Disk| disk.health.is_alive() && !disk.health.answers();
         !self.any_disk_takes_writes(now_ns) && self.disks.iter().any(is_silent)
     }
 
-    /// Whether the policy of the arena accounts for every block of a hit, not only for the deepest.
+    /// Whether the policy of the arena counts every block of a hit, not only the deepest.
     pub(in crate::engine) fn touches_every_block(&self) -> bool {
         self.host_policies.leaves.touches_every_block()
     }

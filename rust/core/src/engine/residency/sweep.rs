@@ -1,4 +1,4 @@
-//! A pass over all nodes that removes those that nobody has used for long, from the leaves up, in steps.
+//! A pass over all nodes that removes nodes without a recent use, from the leaves up, in steps.
 
 use crate::forest::{DiskState, NONE, NodeId, NsId, Tier};
 use crate::slots::slot_offset;
@@ -25,12 +25,12 @@ pub(in crate::engine) struct ClearTotals {
     pub(in crate::engine) bytes: [u64; 2],
 }
 
-/// How far a pass is.
+/// The progress of a pass.
 #[derive(Clone, Debug)]
 pub(in crate::engine) struct Sweep {
     /// Number of the order.
     pub(in crate::engine) order: u64,
-    /// Nodes used last at this tick or before go.
+    /// Nodes whose last use was at this tick or before are removed.
     pub(in crate::engine) until: u64,
     pub(in crate::engine) erases: bool,
     next: NodeId,
@@ -49,14 +49,14 @@ impl Sweep {
         }
     }
 
-    /// Another pass.
+    /// Begins another pass.
     pub(in crate::engine) fn again(&mut self) {
         (self.next, self.in_use) = (0, 0);
     }
 }
 
 impl Residency {
-    /// Goes on with a pass, for about `steps` nodes; one pass at a time is under way. Whether the pass is over.
+    /// Continues a pass for about `steps` nodes; one pass at a time is under way. Returns whether the pass is over.
     pub(in crate::engine) fn step_sweep(&mut self, sweep: &mut Sweep, steps: usize) -> bool {
         let mut steps = steps;
         while steps > 0 {
@@ -74,14 +74,14 @@ impl Residency {
                 sweep.next += 1;
             }
             work::node();
-            // To remove a node is more work than to look at one.
+            // The removal of a node costs more than a look at a node.
             let of_node = if self.sweep_node(id, sweep) { 2 } else { 1 };
             steps = steps.saturating_sub(of_node);
         }
         false
     }
 
-    /// Removes a node if it is a leaf that nobody has used since. Whether it has left the index.
+    /// Removes a node if it is a leaf without a later use. Returns whether the node has left the index.
     fn sweep_node(&mut self, id: NodeId, sweep: &mut Sweep) -> bool {
         if !self.forest.is_used(id) || !self.is_stale_leaf(id, sweep.until) {
             return false;
@@ -93,19 +93,19 @@ impl Residency {
         self.count_cleared(id, sweep.order);
         self.forget_records(id);
         if sweep.erases {
-            // Nodes below, which have left the index, may keep this node for a while, but not its bytes.
+            // Detached nodes below may keep this node for a while, but need not keep its bytes.
             self.queue_erasures(id);
         }
         self.remove_subtree(id);
         true
     }
 
-    /// The pass under way goes no further.
+    /// Ends the pass under way.
     pub(in crate::engine) fn end_pass(&mut self) {
         self.bared = None;
     }
 
-    /// A node has left the index: a pass looks at its parent again, which may have become a leaf.
+    /// Lets a pass look again at the parent of a node that has left the index: the parent may have become a leaf.
     pub(super) fn note_bared(&mut self, id: NodeId) {
         let Some(parent) = self.parent(id).filter(|_| self.bared.is_some()) else {
             return;
@@ -130,7 +130,7 @@ impl Residency {
         !node.is_idle() || node.uses().holds > 0
     }
 
-    /// Counts a node that is about to leave the index by an order.
+    /// Counts a node that is about to leave the index because of an order.
     pub(super) fn count_cleared(&mut self, id: NodeId, order: u64) {
         if self.cleared.order != order {
             return;
@@ -148,7 +148,7 @@ impl Residency {
         }
     }
 
-    /// Has the records of a node's payloads overwritten: no restart finds them.
+    /// Marks the records of a node's payloads to be overwritten, so that no restart finds them.
     fn forget_records(&mut self, id: NodeId) {
         for group in self.node(id).groups() {
             let (device, payload) = (self.node(id).device, self.node(id).payload(group));
@@ -160,12 +160,12 @@ impl Residency {
         }
     }
 
-    /// A namespace is about to end by an order.
+    /// Notes that a namespace is about to end because of an order.
     pub(in crate::engine) fn set_leaving(&mut self, ns: NsId, leaving: Option<Leaving>) {
         self.geometry[usize::from(ns)].leaving = leaving;
     }
 
-    /// Whether nodes of a namespace that ended by an order are left, in the index or in use; how many.
+    /// Number of nodes, in the index or in use, that are left of a namespace that ended because of an order.
     pub(in crate::engine) fn left_of(&self, ns: NsId, order: u64) -> u64 {
         let leaving = self.geometry[usize::from(ns)].leaving;
         match leaving.filter(|of| of.order == order) {

@@ -9,13 +9,13 @@ use super::state::Residency;
 /// The cost of an eviction, in nodes that are looked at.
 const EVICTION_STEPS: usize = 16;
 
-/// How far the nodes have been looked at.
+/// The progress of the search over all nodes.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::engine) struct UnusedCursor {
-    /// Payloads go whose last use was at this tick or before.
+    /// Payloads whose last use was at this tick or before are evicted.
     last: u64,
     next: NodeId,
-    /// The parent of a node that went, and its epoch: it may be a leaf now.
+    /// The parent of a node that was evicted, and the parent's epoch: the parent may be a leaf now.
     above: Option<(NodeId, u32)>,
 }
 
@@ -34,8 +34,8 @@ impl UnusedCursor {
 }
 
 impl Residency {
-    /// Looks at so many nodes more, and evicts from disk the leaves among them that have been unused for too long. Returns
-    /// whether there are more.
+    /// Looks at `steps` nodes more, and evicts from disk the leaves among them that have been unused for too long.
+    /// Returns whether there are more nodes.
     pub(in crate::engine) fn evict_unused(
         &mut self,
         cursor: &mut UnusedCursor,
@@ -64,7 +64,7 @@ impl Residency {
         true
     }
 
-    /// Whether a node is a leaf on disk that may go, and that no request has used since a tick.
+    /// Whether a node is a leaf on disk that may be evicted, and that no request has used since a tick.
     fn is_unused_since(&self, id: NodeId, tick: u64) -> bool {
         self.forest.is_used(id) && {
             let node = self.node(id);

@@ -21,7 +21,7 @@ impl WriteBudget {
         }
     }
 
-    /// Adds the bytes that have accrued since the last time. A payload larger than the burst is written
+    /// Adds the bytes that have accrued since the last call. A payload larger than the burst is written
     /// when the bucket is full.
     pub(in crate::engine) fn refill(&mut self, next_bytes: u64, now_ns: u64) {
         if self.rate == 0 {
@@ -29,7 +29,7 @@ impl WriteBudget {
         }
         let in_ns = |ns: u64| u128::from(self.rate) * u128::from(ns) / 1_000_000_000;
         let accrued = in_ns(now_ns - self.refilled_ns);
-        // A fraction of a byte is not lost: its time counts the next time.
+        // A fraction of a byte is not lost: its time counts at the next call.
         if accrued == 0 {
             return;
         }

@@ -1,5 +1,5 @@
-//! Write-back: arena to disk, payload first, then record. Nothing waits for it, and it never goes
-//! before a read.
+//! Write-back: arena to disk, payload first, then record. No request waits for a write, and reads start
+//! before writes.
 
 mod budget;
 mod orphans;

@@ -8,7 +8,7 @@ use crate::forest::{NodeId, Tier};
 use super::super::residency::Residency;
 
 /// Nodes that are not on disk while children of them are. Such a node cannot leave the arena before it has
-/// been written, and a restart finds its children only then.
+/// been written, and a restart finds its children only after the write.
 #[derive(Debug, Default)]
 pub(super) struct Orphaned {
     /// The nodes, with their epochs.
@@ -30,7 +30,7 @@ impl Orphaned {
         }
     }
 
-    /// There is no room for one of them: they wait until a slot is freed.
+    /// Notes that a node found no room: all nodes wait until a slot is freed.
     pub(super) fn found_no_room(&mut self, residency: &Residency) {
         self.full_since = Some(freed(residency));
     }
@@ -39,7 +39,7 @@ impl Orphaned {
         self.full_since == Some(freed(residency))
     }
 
-    /// Whether one of them may be written, now or after a pause.
+    /// Whether an orphans' parent may be written, now or after a pause.
     pub(super) fn any(&self, residency: &Residency) -> bool {
         let is_alive = |disk: &Disk| disk.health.is_alive();
         !self.nodes.is_empty()

@@ -20,7 +20,7 @@ const WRITES_LOOKED_AT: usize = 128;
 /// Blocks that second-touch admission remembers, at about 15 bytes each.
 const DOORKEEPER_BLOCKS: usize = 2 << 20;
 
-/// Queued payloads that one pass leaves where they are, or postpones, in search of those that can start.
+/// Queued payloads that one pass passes over or postpones, in search of writes that can start.
 const SCAN_MAX: usize = 16;
 
 /// A payload in the write queue.
@@ -50,9 +50,9 @@ pub(in crate::engine) struct WriteBack {
     pub(super) orphaned: Orphaned,
     /// Blocks offered before, for second-touch admission.
     doorkeeper: Option<Doorkeeper>,
-    /// The last entry stopped before the end of the queue, though more could have been started.
+    /// The last entry stopped before the end of the queue, although more writes could have started.
     has_rest: bool,
-    /// The first payload of the queue has no slot yet: nothing more is started in this turn.
+    /// The first payload of the queue has no slot yet: no other write starts in this entry.
     waits_for_room: bool,
     /// Sequence number of the last table block that was written.
     pub(super) record_seq: u64,
@@ -77,13 +77,13 @@ impl WriteBack {
         }
     }
 
-    /// Whether a block was offered to be saved before.
+    /// Whether a block was offered for a save before.
     pub(in crate::engine) fn was_offered(&mut self, fingerprint: u64) -> bool {
         let doorkeeper = self.doorkeeper.as_mut();
         doorkeeper.is_some_and(|doorkeeper| doorkeeper.again(fingerprint))
     }
 
-    /// Nodes have become visible: queues their payloads, unless they have to be hit first.
+    /// Queues the payloads of nodes that have become visible, unless the nodes have to be hit first.
     pub(in crate::engine) fn offer_new(
         &mut self,
         nodes: &[NodeId],
@@ -103,7 +103,7 @@ impl WriteBack {
         }
     }
 
-    /// An optional payload has come to a node that may have been visible before.
+    /// Queues the optional payload that has arrived at a node, which may have been visible before.
     pub(in crate::engine) fn offer_late(
         &mut self,
         id: NodeId,
@@ -117,8 +117,8 @@ impl WriteBack {
         }
     }
 
-    /// A chain down to `id` was hit: the payloads that were refused or not admitted before are offered
-    /// again.
+    /// Offers the payloads of the chain down to `id`, which was hit, again if they were refused or not
+    /// admitted before.
     pub(in crate::engine) fn offer_hit(
         &mut self,
         id: NodeId,
@@ -160,7 +160,7 @@ impl WriteBack {
                 continue;
             }
             let slot = residency.slot_bytes(id, group);
-            // Queued payloads cannot be evicted: half of the arena is left to others.
+            // Queued payloads cannot be evicted: half of the arena is left to other payloads.
             if residency.queued_bytes() + slot > residency.host().capacity() / 2 {
                 if self.is_held_by_rate {
                     counters.refused_write_rate += 1;
@@ -185,7 +185,7 @@ impl WriteBack {
         });
     }
 
-    /// Queues the payload of a required ancestor, and behind it the one that needs it: both before all
+    /// Queues the payload of a required ancestor, then the payload that needs the ancestor: both before all
     /// others.
     pub(super) fn enqueue_ancestor_first(
         &mut self,
@@ -200,7 +200,7 @@ impl WriteBack {
         self.queue.push_front(enqueue(ancestor, group, residency));
     }
 
-    /// A queued payload's turn comes after the payloads that are queued now.
+    /// Moves a payload to the end of the queue.
     pub(super) fn postpone(&mut self, write: QueuedWrite) {
         self.queue.push_back(write);
     }
@@ -278,7 +278,7 @@ impl WriteBack {
                 self.budget.spend(bytes);
                 out.push(request);
             } else if self.queue.len() >= queued {
-                // Its ancestor is written first, and may be among the waiting payloads.
+                // The payload's ancestor is written first, and may be among the waiting payloads.
                 in_vain += usize::from(at > 0);
             }
         }

@@ -1,4 +1,4 @@
-//! Which nodes were refused a place on disk: without this memory, each block of a long chain would ask all its
+//! Which nodes were refused a place on disk: without this memory, each block of a long chain would try all its
 //! ancestors again.
 
 use rustc_hash::FxHashMap;
@@ -22,18 +22,18 @@ fn shard(id: NodeId) -> usize {
 pub(super) enum WriteRefusal {
     /// No disk has a slot for the payload.
     Disk(DiskRefusal),
-    /// Its required ancestor is not on disk.
+    /// The payload's required ancestor is not on disk.
     Ancestor,
 }
 
 /// Nodes, with their epochs, that were refused since a slot on disk was freed last.
 ///
-/// Invariant: no entry is older than `REFUSED_NS`, nor than the last slot that was freed.
+/// Invariant: no entry is older than `REFUSED_NS`, or older than the last freeing of a slot.
 #[derive(Debug)]
 pub(super) struct Refusals {
     nodes: [FxHashMap<(NodeId, u32), WriteRefusal>; SHARDS],
     since_ns: u64,
-    /// Slots freed on disk by the last look.
+    /// Number of slots that had been freed on disk at the last look.
     freed: u64,
 }
 
@@ -71,7 +71,7 @@ impl Refusals {
 
     /// Notes why a node was refused.
     pub(super) fn note(&mut self, id: NodeId, why: WriteRefusal, residency: &Residency) {
-        // Without a directory that takes writes all are refused anyway.
+        // Without a directory that takes writes, all nodes are refused anyway.
         if matches!(why, WriteRefusal::Disk(DiskRefusal::Degraded)) {
             return;
         }
@@ -79,7 +79,7 @@ impl Refusals {
         self.nodes[shard(id)].insert((id, residency.node(id).epoch), why);
     }
 
-    /// Why a node was refused, if asking again would give the same answer.
+    /// Why a node was refused, if another attempt would be refused again.
     pub(super) fn of(
         &mut self,
         id: NodeId,

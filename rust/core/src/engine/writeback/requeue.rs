@@ -17,7 +17,7 @@ impl WriteBack {
         let Some((id, epoch)) = self.orphaned.nodes.pop_front() else {
             return;
         };
-        // A payload that no lookup reaches is offered again when one does.
+        // A payload that no lookup reaches is offered again when lookups reach it.
         if !residency.forest().is_live(id, epoch) || !residency.node(id).is_visible() {
             return;
         }

@@ -42,13 +42,13 @@ impl WriteBack {
         if ancestor != NONE && residency.is_queued(ancestor)
             || is_optional && residency.is_queued(id)
         {
-            // A restart finds `id` only with its ancestor: the ancestor goes first. An optional payload is of
-            // use only with the required ones.
+            // A restart finds `id` only with its ancestor, so the ancestor is written first. An optional payload
+            // is of use only with the required payloads.
             self.postpone(write);
             return None;
         }
         if is_optional && !residency.is_on_disk(id) {
-            // Alone, an optional payload is of no use after a restart.
+            // An optional payload alone is of no use after a restart.
             self.refuse(id, group, WriteRefusal::Ancestor, parts);
             return None;
         }
@@ -79,8 +79,8 @@ impl WriteBack {
         }
     }
 
-    /// Queues the required ancestor of a queued payload first, which is not on disk, unless the ancestor was
-    /// refused.
+    /// Queues the required ancestor of a queued payload, which is not on disk, before the payload. Does not if the
+    /// ancestor was refused.
     fn write_ancestor_first(
         &mut self,
         write: QueuedWrite,
@@ -88,7 +88,7 @@ impl WriteBack {
         parts: &mut EngineParts<'_>,
     ) {
         let residency = &mut *parts.residency;
-        // A policy that weighs every block has refused the ancestor by itself.
+        // A policy that weighs every block has refused the ancestor already.
         let weighed = residency.touches_every_block() && !write.admitted;
         let refused_lately = self.refusals.of(ancestor, residency, parts.now_ns);
         if let Some(why) = refused_lately {
@@ -100,7 +100,7 @@ impl WriteBack {
         }
     }
 
-    /// Leaves a queued payload in the arena only.
+    /// Refuses to write a queued payload, which stays in the arena only.
     fn refuse(&mut self, id: NodeId, group: u8, why: WriteRefusal, parts: &mut EngineParts<'_>) {
         let residency = &mut *parts.residency;
         if residency.node(id).requires(group) {
@@ -129,7 +129,7 @@ impl WriteBack {
             Ok(_) if residency.disk_mut(device).health.is_given_up(now_ns) => {
                 residency.write_failed(id, group);
             }
-            // The bytes in the arena are no longer those that were saved. Nothing refers to those on disk.
+            // The bytes in the arena differ from the saved bytes. Nothing refers to the bytes on disk.
             Ok(checksum) if !residency.is_unchanged(id, group, checksum) => {
                 drop_changed(id, residency, parts.counters);
                 residency.write_failed(id, group);

@@ -12,12 +12,12 @@ use super::super::parts::EngineParts;
 use super::super::residency::Residency;
 use super::queue::WriteBack;
 
-/// Blocks of the table are written together: when so many wait, when one has waited for a second, or when no other
+/// Blocks of the table are written together: when this many wait, when one has waited for a second, or when no other
 /// write waits.
 const DIRTY_BLOCKS_MAX: usize = 8;
 
 impl WriteBack {
-    /// A table that was read has this sequence number.
+    /// Notes a sequence number of a table that was read.
     pub(in crate::engine) fn advance_record_seq(&mut self, seq: u64) {
         self.record_seq = self.record_seq.max(seq);
     }
@@ -94,7 +94,7 @@ struct BlockEncoder<'a> {
 }
 
 impl BlockEncoder<'_> {
-    /// The records of a block as they are now; empty where there is no payload.
+    /// The present records of a block; empty where there is no payload.
     fn encode(&self, device: DeviceIndex, block: u32) -> Box<[u8]> {
         let mut out = vec![0; BLOCK_BYTES];
         let owners = self.residency.disks()[device.index()].block_owners(block);
@@ -112,7 +112,7 @@ impl BlockEncoder<'_> {
             (0, 0, 0)
         } else {
             let payload = state.payload(group);
-            // During its write, its bytes on disk have no owner.
+            // While a payload is being written, its bytes on disk have no owner.
             if payload.disk != DiskState::Present {
                 return None;
             }
