@@ -44,6 +44,11 @@ impl RunningChecksum {
         }
     }
 
+    /// Adds the bytes that follow, which are in this processor's caches.
+    pub fn update_cached(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
     /// The checksum of all bytes.
     pub fn finish(self) -> u64 {
         self.0.finalize()

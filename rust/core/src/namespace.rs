@@ -90,11 +90,19 @@ impl NamespaceSpec {
                 allowed: "1 to 32 KV cache groups",
             });
         }
-        for group in self
+        let mut used = self
             .groups
             .iter()
             .filter(|group| group.kind != GroupKind::Ignored)
-        {
+            .peekable();
+        if used.peek().is_none() {
+            return Err(RegisterError::Value {
+                key: "groups",
+                value: 0,
+                allowed: "1 KV cache group or more that is not ignored",
+            });
+        }
+        for group in used {
             if group.block_tokens == 0 || group.block_tokens % hash_block_size != 0 {
                 return Err(RegisterError::Value {
                     key: "block_tokens",
@@ -166,8 +174,11 @@ impl NamespaceSpec {
     /// For a hit of `boundary` hash blocks, the depth after which `group`'s blocks are needed.
     pub fn needed_after(&self, group: usize, boundary: u32) -> u32 {
         let hash_blocks = self.hash_blocks(group);
-        let in_hash_blocks =
-            |tokens: u32| tokens.div_ceil(self.groups[group].block_tokens) * hash_blocks;
+        let in_hash_blocks = |tokens: u32| {
+            let blocks = tokens.div_ceil(self.groups[group].block_tokens);
+            // A window may be as wide as a number can tell.
+            blocks.saturating_mul(hash_blocks)
+        };
         match self.groups[group].kind {
             GroupKind::Full => 0,
             GroupKind::SlidingWindow { tokens } => {

@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::error::RegisterError;
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{
@@ -335,5 +336,99 @@ fn each_session_has_an_alignment_of_its_own() {
         let answer = engine.lookup(session, &LookupRequest::new("request", &hashes));
         assert_eq!(answer.tokens(), Some(Tokens(blocks * HASH_BLOCK)));
         engine.finish_request(session, "request");
+    }
+}
+
+/// A group that is neither saved nor needed, as the connector registers it.
+const IGNORED: GroupSpec = GroupSpec {
+    kind: GroupKind::Ignored,
+    block_tokens: 0,
+    payload_bytes: 0,
+};
+
+#[test]
+fn an_ignored_group_may_come_first() {
+    let mut engine = Engine::new(EngineConfig::new(64 << 20));
+    let mut groups = spec(GroupKind::State).groups;
+    groups.insert(0, IGNORED);
+    let session = engine.open_session(NamespaceSpec {
+        groups,
+        ..spec(GroupKind::Ignored)
+    });
+    let (session, hashes) = (session.unwrap(), chain(1, 8));
+    let offers = [0, 2].map(|group| Offer {
+        group,
+        first_block: 7,
+        end_block: 8,
+    });
+    let save = SaveRequest::new("save", &hashes, Tokens(8 * HASH_BLOCK)).offers(&offers);
+    let granted = engine.begin_save(session, &save).transfer.unwrap();
+    let of_groups = granted.extents.iter();
+    let slots: Vec<_> = of_groups.map(|of| (of.group, of.offsets.len())).collect();
+    assert_eq!(slots, [(1, 8), (2, 1)]);
+    engine.end_transfer(granted.id, true);
+    assert_eq!(hit(&mut engine, session, &hashes, 0), 8);
+}
+
+#[test]
+fn a_namespace_of_ignored_groups_only_is_refused() {
+    let mut engine = Engine::new(EngineConfig::new(64 << 20));
+    let groups = vec![IGNORED; 2];
+    let opened = engine.open_session(NamespaceSpec {
+        groups,
+        ..spec(GroupKind::Ignored)
+    });
+    let refused = opened.unwrap_err();
+    assert!(
+        matches!(refused, RegisterError::Value { key: "groups", .. }),
+        "{refused}"
+    );
+}
+
+#[test]
+fn a_window_of_any_width_needs_all_blocks_that_it_covers() {
+    for tokens in [u32::MAX, u32::MAX - 1, 8 * HASH_BLOCK + 2] {
+        let (mut engine, session) = engine(64 << 20, GroupKind::SlidingWindow { tokens });
+        let hashes = chain(1, 8);
+        save(&mut engine, session, &hashes, &[offer(1, 8)]);
+        assert_eq!(hit(&mut engine, session, &hashes, 0), 0, "the first lacks");
+        save(&mut engine, session, &hashes, &[offer(0, 1)]);
+        assert_eq!(hit(&mut engine, session, &hashes, 0), 8);
+    }
+}
+
+#[test]
+fn a_state_offered_at_a_node_of_another_chain_outlasts_the_eviction_of_its_child() {
+    // A slot of the arena for each of four states.
+    let mut engine = Engine::new(EngineConfig::new(1 << 20));
+    let state = GroupSpec {
+        kind: GroupKind::State,
+        block_tokens: HASH_BLOCK,
+        payload_bytes: 256 << 10,
+    };
+    let session = engine.open_session(NamespaceSpec {
+        groups: vec![state],
+        ..spec(GroupKind::State)
+    });
+    let session = session.unwrap();
+    let mut save = |hashes: &Vec<BlockHash>, block: u32| {
+        let offers = [Offer {
+            group: 0,
+            first_block: block,
+            end_block: block + 1,
+        }];
+        let request = SaveRequest::new("save", &hashes, Tokens(2 * HASH_BLOCK)).offers(&offers);
+        let granted = engine.begin_save(session, &request).transfer.unwrap();
+        engine.end_transfer(granted.id, true);
+    };
+    for seed in 1..=4 {
+        save(&chain(seed, 2), 1);
+    }
+    // These hashes are no chain: the first node is in the index only for the sake of the state below it, which is the
+    // next to be evicted.
+    save(&vec![chain(1, 2)[0], chain(2, 2)[1]], 0);
+    assert_eq!(hit(&mut engine, session, &chain(1, 2), 0), 1);
+    for seed in 2..=4 {
+        assert_eq!(hit(&mut engine, session, &chain(seed, 2), 0), 2);
     }
 }

@@ -82,6 +82,8 @@ impl World {
         }
         match self.random.below(1000) {
             0..=3 => self.close_session(session),
+            // A session that was reset gets nothing from the remote store.
+            4..=8 if self.settings.fetches_gaps => self.request_step(session),
             4..=7 => {
                 self.reset(session);
                 Ok(())

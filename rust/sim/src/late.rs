@@ -1,4 +1,7 @@
-//! Directories that cannot be opened when the engine starts. Some are opened later, and then hold nothing.
+//! Directories that cannot be opened when the engine starts, some of which are opened later, and then hold nothing;
+//! directories that the engine gives up.
+
+use undercroft_core::disk::Health;
 
 use crate::device::SimDevice;
 use crate::world::World;
@@ -41,6 +44,15 @@ impl World {
         let image = self.disks.devices[at].image();
         let number = u16::try_from(device).expect("a few devices");
         self.engine.with(|engine| engine.open_disk(number, &image));
+    }
+
+    /// Counts the directories that the engine has given up, but for the absent directories.
+    pub(crate) fn count_given_up(&mut self) {
+        let health = self.engine.with(|engine| engine.health());
+        let failed = health.iter().enumerate().filter(|(device, (health, _))| {
+            matches!(health, Health::Failed { .. }) && !self.disks.absent.contains(device)
+        });
+        self.log.stats.given_up += failed.count() as u64;
     }
 
     /// Directories that the engine cannot reach.

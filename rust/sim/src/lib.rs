@@ -100,6 +100,8 @@ pub struct Stats {
     pub corruptions: u64,
     /// Devices that hung.
     pub hangs: u64,
+    /// Directories that were given up when a life ended.
+    pub given_up: u64,
     /// Starts with other directories than before.
     pub away: u64,
     /// Directories that could not be opened at a start.
@@ -172,6 +174,7 @@ impl Stats {
         self.forgotten += other.forgotten;
         self.corruptions += other.corruptions;
         self.hangs += other.hangs;
+        self.given_up += other.given_up;
         self.away += other.away;
         self.absent += other.absent;
         self.late += other.late;

@@ -66,14 +66,6 @@ pub(crate) fn needs(spec: &NamespaceSpec, local: u32, boundary: u32) -> Option<V
 
 impl Model {
     pub(crate) fn random(index: usize, small: bool, random: &mut Random) -> Self {
-        let payload_bytes = |random: &mut Random| {
-            let sizes: &[u32] = if small {
-                &[700, 4096, 6000]
-            } else {
-                &[700, 4096, 10_000, 19_900, 40_000, 70_000, 131_072]
-            };
-            random.pick(sizes)
-        };
         let kinds: Vec<(GroupKind, u32)> = match random.below(8) {
             0..=2 => vec![(GroupKind::Full, random.pick(&[1, 1, 2]))],
             3 => vec![(GroupKind::Full, 1), (window(random), random.pick(&[1, 2]))],
@@ -99,7 +91,7 @@ impl Model {
             .map(|(kind, hash_blocks)| GroupSpec {
                 kind,
                 block_tokens: hash_blocks * HASH_BLOCK,
-                payload_bytes: payload_bytes(random),
+                payload_bytes: payload_bytes(small, random),
             })
             .collect();
         let widest = groups
@@ -125,6 +117,27 @@ impl Model {
             losses: 0,
             used: None,
         }
+    }
+
+    /// Adds a second group of full attention, whose payloads may have another size.
+    pub(crate) fn add_full_group(&mut self, small: bool, random: &mut Random) {
+        let of = self.spec.groups[0];
+        self.spec.groups.push(GroupSpec {
+            kind: GroupKind::Full,
+            block_tokens: random.pick(&[HASH_BLOCK, of.block_tokens]),
+            payload_bytes: payload_bytes(small, random),
+        });
+    }
+
+    /// Adds a group that is neither saved nor needed, before any of the others, as the connector registers the group.
+    pub(crate) fn add_ignored_group(&mut self, random: &mut Random) {
+        let of = GroupSpec {
+            kind: GroupKind::Ignored,
+            block_tokens: 0,
+            payload_bytes: 0,
+        };
+        let at = random.index(self.spec.groups.len());
+        self.spec.groups.insert(at, of);
     }
 
     /// The namespace of a session that parts with this one. `epoch`: no other's.
@@ -188,6 +201,15 @@ impl Model {
         self.epoch = self.newest;
         self.stored.clear();
     }
+}
+
+fn payload_bytes(small: bool, random: &mut Random) -> u32 {
+    let sizes: &[u32] = if small {
+        &[700, 4096, 6000]
+    } else {
+        &[700, 4096, 10_000, 19_900, 40_000, 70_000, 131_072]
+    };
+    random.pick(sizes)
 }
 
 fn window(random: &mut Random) -> GroupKind {

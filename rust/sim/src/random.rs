@@ -17,6 +17,11 @@ impl Random {
         Self(mix(seed, 1))
     }
 
+    /// A source of further choices. The choices of this source stay as they are.
+    pub(crate) fn branch(&self, number: u64) -> Self {
+        Self::new(mix(self.0, number))
+    }
+
     pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         mix(self.0, 0)

@@ -67,10 +67,12 @@ pub(crate) struct SimRemote {
 
 /// The use of a store, drawn for a world; `None` if it has none.
 pub(crate) fn config(random: &mut Random) -> Option<RemoteConfig> {
-    if !random.chance(500) {
-        return None;
-    }
-    Some(RemoteConfig {
+    random.chance(500).then(|| drawn(random))
+}
+
+/// A use of a store.
+pub(crate) fn drawn(random: &mut Random) -> RemoteConfig {
+    RemoteConfig {
         object_bytes: random.range(1, 16) * 4096,
         write: random.pick(&[
             RemoteWrite::All,
@@ -84,7 +86,7 @@ pub(crate) fn config(random: &mut Random) -> Option<RemoteConfig> {
         probe_ns: random.range(1, 100) * MILLISECOND,
         stall_ns: random.range(1, 200) * MILLISECOND,
         absent_ns: random.below(1000) * MILLISECOND,
-    })
+    }
 }
 
 impl SimRemote {

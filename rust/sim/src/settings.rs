@@ -2,6 +2,7 @@
 
 use undercroft_core::engine::EngineConfig;
 use undercroft_core::policy::PolicyKind;
+use undercroft_core::remote::RemoteWrite;
 use undercroft_core::session::PromotionWait;
 
 use crate::disks::DeviceFaults;
@@ -31,6 +32,8 @@ pub(crate) struct Settings {
     pub(crate) changes: bool,
     /// There are more namespaces than entries for them, and sessions open and close.
     pub(crate) crowded: bool,
+    /// Payloads that are evicted for another size class come back from the remote store.
+    pub(crate) fetches_gaps: bool,
     pub(crate) lives: u64,
     pub(crate) steps: u64,
     /// Most operations of a device at a time.
@@ -48,6 +51,8 @@ pub(crate) struct Settings {
 
 impl Settings {
     pub(crate) fn random(random: &mut Random) -> (Self, Vec<Model>) {
+        // A seed without these further choices means the same as before there were any.
+        let mut further = random.branch(1);
         let roomy = random.chance(200);
         let crowded = random.chance(250);
         let count = if crowded {
@@ -55,7 +60,7 @@ impl Settings {
         } else {
             random.range(1, 3)
         } as usize;
-        let models = (0..count)
+        let mut models: Vec<Model> = (0..count)
             .map(|index| Model::random(index, roomy, random))
             .collect();
         let mut engine = EngineConfig::new(random.range(2, 6) * PAGE);
@@ -157,7 +162,12 @@ impl Settings {
         if !roomy {
             engine.remote = crate::remote::config(random);
         }
-        let settings = Self {
+        for model in &mut models {
+            if further.chance(100) {
+                model.add_full_group(roomy, &mut further);
+            }
+        }
+        let mut settings = Self {
             tells_depth: random.chance(700),
             hangs,
             away: if random.chance(200) { 400 } else { 0 },
@@ -171,11 +181,26 @@ impl Settings {
             encrypted: random.chance(300),
             changes: !roomy && random.chance(300),
             crowded,
+            fetches_gaps: false,
             lives: random.range(1, 6),
             steps: random.range(100, 500),
             depth: random.range(1, 16) as usize,
             latency_ns,
         };
+        if !roomy && !crowded && further.chance(100) {
+            settings.leave_gaps(&mut models, &mut further);
+        }
+        // A life reads few payloads: with the usual limit hardly any directory would be given up.
+        let usual = settings.engine.read_failures_max;
+        settings.engine.read_failures_max = further.pick(&[1, 2, usual]);
+        if !settings.faults.is_none() && further.chance(100) {
+            settings.faults.read_error = 500;
+        }
+        for model in &mut models {
+            if further.chance(150) {
+                model.add_ignored_group(&mut further);
+            }
+        }
         (settings, models)
     }
 }
@@ -184,6 +209,36 @@ impl Settings {
     /// Whether every device delivers its reads in time, and there is memory for all.
     pub(crate) fn is_punctual(&self) -> bool {
         self.roomy && self.faults.is_none()
+    }
+}
+
+impl Settings {
+    /// Makes payloads that are evicted for another size class leave gaps, and come back from a remote store: only a
+    /// small arena has payloads, for which two models compete.
+    fn leave_gaps(&mut self, models: &mut Vec<Model>, random: &mut Random) {
+        models.truncate(2);
+        while models.len() < 2 {
+            models.push(Model::random(models.len(), false, random));
+        }
+        for (model, payload_bytes) in models.iter_mut().zip([4000, 8000]) {
+            let groups = model.spec.groups.iter_mut();
+            groups.for_each(|group| group.payload_bytes = payload_bytes);
+        }
+        self.devices.clear();
+        self.operated = false;
+        self.fetches_gaps = true;
+        self.lives = 1;
+        self.steps = random.range(1500, 3000);
+        let engine = &mut self.engine;
+        engine.host_bytes = PAGE;
+        engine.promotion_bytes = engine.host_bytes;
+        engine.visits = 1000;
+        engine.removals = random.pick(&[16, 256]);
+        let mut remote = crate::remote::drawn(random);
+        remote.object_bytes = random.range(1, 8) * 4096;
+        remote.write = RemoteWrite::All;
+        remote.write_rate = 0;
+        engine.remote = Some(remote);
     }
 }
 

@@ -309,7 +309,7 @@ impl World {
         let spec = &self.models[self.sessions[session].namespace].spec;
         let mut offers = Vec::new();
         for (group, of) in (0u8..).zip(&spec.groups) {
-            let blocks = u64::from(tokens / of.block_tokens);
+            let blocks = u64::from(tokens / of.block_tokens.max(1));
             if of.kind == GroupKind::Full || blocks == 0 {
                 continue;
             }

@@ -145,6 +145,7 @@ impl World {
                     self.check()?;
                 }
             }
+            self.count_given_up();
             let last = life == self.settings.lives;
             if last || self.random.chance(250) {
                 self.stop()?;

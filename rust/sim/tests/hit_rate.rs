@@ -13,10 +13,10 @@ const TOKENS: u32 = 16;
 const MIB: u64 = 1 << 20;
 const SEEDS: u64 = 16;
 const TURNS: u64 = 6000;
-/// The least share of the ideal cache's bytes that the engine finds: of one seed, of all.
+/// The least share of the ideal cache's bytes that the engine finds, for one seed and for all seeds.
 const LEAST: f64 = 0.80;
 const LEAST_OF_ALL: f64 = 0.90;
-/// Slots of one payload size are not of the others: bytes that no slot covers, and pages that are not full.
+/// The least share of the arena in use. The rest are bytes that no slot covers, and pages that are not full.
 const LEAST_USED: f64 = 0.90;
 
 struct Draw(u64);
@@ -41,8 +41,8 @@ fn hash(model: u64, user: u64, block: u64) -> BlockHash {
     BlockHash::new(&bytes).expect("32 bytes")
 }
 
-/// The least recently used leaf is evicted. A use of a block is a use of its ancestors, so that age alone keeps
-/// parents.
+/// The ideal cache, which evicts the least recently used leaf. A use of a block is also a use of its ancestors, so no
+/// parent is evicted before its child.
 #[derive(Default)]
 struct Ideal {
     last: HashMap<BlockHash, (u64, u32, u64)>,
@@ -149,7 +149,7 @@ fn compare(seed: u64) -> (u64, u64, f64) {
     let (mut next_user, mut found, mut ideally) = (users, 0, 0);
     let (mut used, mut settled) = (0.0, 0);
     for turn in 0..TURNS {
-        // Users who came lately come again sooner. Now and then another model is in demand.
+        // Users with recent requests return sooner. Now and then the requests change to another model.
         let at = draw.below(users).min(draw.below(users)) as usize;
         let favourite = turn / 1500 % count as u64;
         let (user, blocks) = chats[at];

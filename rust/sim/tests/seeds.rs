@@ -54,6 +54,7 @@ fn lives() {
     assert!(other_keys > 50, "too few other keys: {stats:?}");
     assert!(stats.gaps > 200, "too few gaps: {stats:?}");
     assert!(stats.filled_gaps > 0, "too few gaps: {stats:?}");
+    assert!(stats.given_up > 20, "too few given up: {stats:?}");
     assert!(stats.late > 500, "too few late directories: {stats:?}");
     assert!(stats.explained > 0, "no answer was explained: {stats:?}");
     assert!(stats.changes_found > 400, "too few changes: {stats:?}");
@@ -63,8 +64,8 @@ fn lives() {
     assert!(stats.pins_checked > 2000, "too few pins: {stats:?}");
     assert!(stats.events_cleared > 10_000, "too few cleared: {stats:?}");
     assert!(stats.forgotten > 10_000, "too few namespaces: {stats:?}");
-    assert!(stats.clears > 2000, "too few clears: {stats:?}");
-    assert!(stats.clears_checked > 2000, "too few clears: {stats:?}");
+    assert!(stats.clears > 1500, "too few clears: {stats:?}");
+    assert!(stats.clears_checked > 1500, "too few clears: {stats:?}");
     assert!(stats.resizes > 400, "too few resizes: {stats:?}");
     assert!(stats.released > 400, "too little released: {stats:?}");
     assert!(stats.erased > 1000, "too few erasures: {stats:?}");

@@ -138,9 +138,7 @@ impl Arena {
 
     /// A new arena on reserved huge pages. `None` if too few of them are free, or if the kernel refuses.
     fn create_on_huge_pages(size: u64) -> Option<Self> {
-        let (pages, page_bytes) = memory::free_huge_pages();
-        let fits = page_bytes > 0 && size.is_multiple_of(page_bytes) && size / page_bytes <= pages;
-        if !fits {
+        if !memory::has_huge_pages(size) {
             return None;
         }
         let fd = sealed_memfd(size, MemfdFlags::HUGETLB).ok()?;
@@ -277,6 +275,16 @@ impl Arena {
         len: u64,
     ) -> Result<(), OutOfBounds> {
         self.with(offset, len, |bytes| sum.update(bytes))
+    }
+
+    /// Adds the range, which is in this processor's caches, to a checksum.
+    pub fn sum_cached(
+        &self,
+        sum: &mut RunningChecksum,
+        offset: u64,
+        len: u64,
+    ) -> Result<(), OutOfBounds> {
+        self.with(offset, len, |bytes| sum.update_cached(bytes))
     }
 
     fn with<R>(

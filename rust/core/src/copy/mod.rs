@@ -5,4 +5,5 @@ mod nontemporal;
 mod routine;
 
 pub use copier::{Copier, Direction, Ended, Piece};
+pub use nontemporal::write_once;
 pub use routine::Routine;

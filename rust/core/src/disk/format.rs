@@ -33,6 +33,10 @@ pub const ENTRY_BYTES: usize = NAMESPACE_BYTES - BLOCK_BYTES;
 /// Entries of the namespace table.
 pub const NAMESPACES_MAX: usize = 128;
 
+/// A later tick in a file counts as this tick. The engine continues from the latest tick of all records, and as many
+/// ticks are left for it.
+pub const TICK_READ_MAX: u64 = TICK_MAX / 2;
+
 const _: () = assert!(BLOCK_BYTES as u64 == SLOT_ALIGN);
 
 const SUPER_MAGIC: [u8; 8] = *b"UNDRCRFT";
@@ -201,11 +205,17 @@ impl NamespaceUse {
         }
         let found = Self {
             instance: u64_at(block, 8),
-            tick: u64_at(block, 16),
+            tick: tick_at(block, 16)?,
             used_s: u32_at(block, 4),
         };
-        (found.instance == instance && found.tick <= TICK_MAX).then_some(found)
+        (found.instance == instance).then_some(found)
     }
+}
+
+/// Reads a tick; `None` if no node can have it.
+fn tick_at(bytes: &[u8], at: usize) -> Option<u64> {
+    let tick = u64_at(bytes, at);
+    (tick <= TICK_MAX).then_some(tick.min(TICK_READ_MAX))
 }
 
 /// Offset of an entry's [`NamespaceUse`] in the `super` file.
@@ -292,10 +302,6 @@ impl Record {
         if hash_bytes == 0 || hash_bytes > HASH_BYTES_MAX {
             return None;
         }
-        let last = u64_at(bytes, 44);
-        if last > TICK_MAX {
-            return None;
-        }
         let parent = match bytes[6] {
             0 => Some(BlockHash::new(&bytes[88..88 + hash_bytes])?),
             _ => None,
@@ -309,7 +315,7 @@ impl Record {
             payload_bytes: u32_at(bytes, 28),
             checksum: u64_at(bytes, 32),
             depth: u32_at(bytes, 40),
-            last,
+            last: tick_at(bytes, 44)?,
             written_s: u32_at(bytes, 52),
             hash: BlockHash::new(&bytes[56..56 + hash_bytes])?,
             parent,

@@ -4,8 +4,6 @@ use crate::io::IoFault;
 
 /// Failed writes in a row after which a directory takes no writes for a while.
 const WRITE_FAILURES_MAX: u32 = 3;
-/// Failed reads in a row after which a directory is given up.
-const READ_FAILURES_MAX: u32 = 8;
 /// Pause before writes are tried again, in nanoseconds.
 const WRITE_PAUSE_NS: u64 = 30_000_000_000;
 /// Pause before a directory that was given up is tried again, in nanoseconds. Doubled each time, up to
@@ -165,10 +163,11 @@ impl HealthMonitor {
         self.given_up = 0;
     }
 
-    /// Counts a read that failed at the device. Returns whether the directory is now given up.
-    pub(crate) fn read_failed(&mut self, fault: IoFault, now_ns: u64) -> bool {
+    /// Counts a read that failed at the device. Returns whether the directory is now given up: `most` reads in a row
+    /// have failed.
+    pub(crate) fn read_failed(&mut self, fault: IoFault, now_ns: u64, most: u32) -> bool {
         self.read_failures += 1;
-        if self.read_failures < READ_FAILURES_MAX || !self.is_alive() {
+        if self.read_failures < most || !self.is_alive() {
             return false;
         }
         let pause = FAILED_PAUSE_NS << self.given_up.min(FAILED_DOUBLINGS_MAX);

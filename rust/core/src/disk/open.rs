@@ -413,12 +413,20 @@ pub fn read(path: &Path) -> Result<Contents, StoreError> {
     })
 }
 
+/// Succeeds if no process has a directory open. Changes nothing.
+///
+/// # Errors
+/// If a process has the directory open, or the directory's lock file cannot be read.
+pub fn check_unused(path: &Path) -> Result<(), StoreError> {
+    files::lock_owner(path)
+}
+
 /// The process that has a directory open; 0 if the process is unknown, `None` if there is none.
 ///
 /// # Errors
 /// If its lock file cannot be read.
 pub fn used_by(path: &Path) -> Result<Option<u32>, StoreError> {
-    match files::lock_owner(path) {
+    match check_unused(path) {
         Err(StoreError::InUse { pid, .. }) => Ok(Some(pid)),
         free => free.map(|()| None),
     }

@@ -89,7 +89,8 @@ impl Ages {
             // The ticks keep their order even if the clock was set back.
             self.push(tick, (minute * MINUTE).saturating_sub(1).min(now_s));
             tick = last.max(tick);
-            self.push(tick, (minute * MINUTE + MINUTE - 1).min(now_s));
+            let end_s = (minute * MINUTE).saturating_add(MINUTE - 1);
+            self.push(tick, end_s.min(now_s));
         }
         self.learned = FxHashMap::default();
     }

@@ -18,14 +18,17 @@ impl Engine {
     /// # Errors
     /// Names the first invariant that does not hold, and where.
     pub fn check(&self) -> Result<(), String> {
-        let writes_failed = self.counters.write_failures > 0;
-        self.residency.check(&self.count_leases()?, writes_failed)?;
+        // A directory that may have been given up held the only copy on disk of some nodes.
+        let given_up = u64::from(self.config.read_failures_max);
+        let has_failed =
+            self.counters.write_failures > 0 || self.counters.read_failures >= given_up;
+        self.residency.check(&self.count_leases()?, has_failed)?;
         self.check_write_queue()?;
         let reading = self.check_operations()?;
         self.promotions.check(&self.sessions.requests, &reading)?;
         self.pins.check(&self.residency)?;
         if let Some(remote) = &self.remote {
-            remote.check(&self.sessions.requests, &self.residency)?;
+            remote.check(&self.sessions.requests, &self.residency, &self.namespaces)?;
         }
         let requests = self.sessions.requests.values();
         let shares = requests.flat_map(|request| {
@@ -33,7 +36,13 @@ impl Engine {
             let shares = request.promotions.active.iter().flat_map(|of| &of.shares);
             shares.map(move |share| (priority, share))
         });
-        self.planner.rates.check(shares)?;
+        let reads = self.operations.iter().filter_map(|&(device, of)| match of {
+            Purpose::Read { node, group, .. } => {
+                Some((device?, self.residency.slot_bytes(node, group)))
+            }
+            _ => None,
+        });
+        self.planner.rates.check(shares, reads)?;
         let of_sessions: usize = self
             .sessions
             .values()

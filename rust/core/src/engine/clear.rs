@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::forest::NsId;
+use crate::forest::{DeviceIndex, NsId};
 use crate::io::{IoFault, IoRequest};
 
 use super::coordinator::Engine;
@@ -62,7 +62,8 @@ pub struct Cleared {
     pub erase_failures: u64,
     /// Hash blocks that are left: not reached, in use, or being erased.
     pub pending: u64,
-    /// Whether the engine continues to remove blocks. If not, the pending ones wait for the end of their use.
+    /// Whether the engine continues to remove blocks. If not, the pending ones wait for the end of their use, or for a
+    /// directory that does not answer.
     pub removing: bool,
     /// Whether no restart finds any of the blocks. False while a directory is away or takes no writes.
     pub durable: bool,
@@ -127,6 +128,7 @@ impl Engine {
         for ns in namespaces {
             self.end_life(ns, leaving);
         }
+        self.end_outlived_flights();
         if let ClearWhat::OlderThan(seconds) = order.what {
             let until = match seconds {
                 0 => Some(self.residency.tick()),
@@ -200,7 +202,8 @@ impl Engine {
         }
         let left = |&ns: &NsId| residency.left_of(ns, clearing.order);
         cleared.pending = clearing.gone.iter().map(left).sum();
-        cleared.removing = !residency.erasures.is_empty() || self.namespaces.reset_pending();
+        // A directory that hangs may answer after hours, or never: an operator can give further orders meanwhile.
+        cleared.removing = self.is_erasing() || self.namespaces.is_resetting(residency);
         let is_going = |ns: &NsId| left(ns) > 0 && residency.is_ending(*ns);
         cleared.removing |= clearing.gone.iter().any(is_going);
         if let Some(sweep) = &clearing.sweep {
@@ -211,6 +214,15 @@ impl Engine {
             cleared.pending += residency.erasures.len() as u64;
         }
         cleared
+    }
+
+    /// Whether erasures are pending on directories that answer.
+    fn is_erasing(&self) -> bool {
+        let is_busy = |device: DeviceIndex| {
+            let health = &self.residency.disks()[device.index()].health;
+            health.answers() && self.operations.erasures(device) > 0
+        };
+        self.residency.has_waiting_erasures() || self.residency.devices().any(is_busy)
     }
 
     /// Continues the pass under way. Returns whether there is one.
@@ -241,7 +253,7 @@ impl Engine {
 
     /// Whether the next entry continues the pass.
     pub(super) fn has_passes(&self) -> bool {
-        self.is_pass_due() && !self.residency.erasures.is_full()
+        self.is_pass_due() && !self.residency.has_many_erasures()
     }
 
     /// Whether a pass is under way, or will begin.
@@ -251,26 +263,31 @@ impl Engine {
 
     /// Appends erasures to start now.
     pub(super) fn next_erasures(&mut self, out: &mut Vec<IoRequest>) {
-        if !self.residency.erasures.has_waiting() {
-            return;
+        for device in self.residency.devices() {
+            self.next_erasures_of(device, out);
         }
-        let mut erasing = self.operations.erasures();
-        for (id, group) in self.residency.erasures.take(ERASURES) {
-            let device = self.residency.node(id).device;
-            let health = &self.residency.disks()[device.index()].health;
-            if !health.is_alive() {
+    }
+
+    fn next_erasures_of(&mut self, device: DeviceIndex, out: &mut Vec<IoRequest>) {
+        let health = &self.residency.disks()[device.index()].health;
+        let (is_alive, answers) = (health.is_alive(), health.answers());
+        for _ in 0..ERASURES {
+            let starts = answers
+                && self.operations.erasures(device) < ERASURES
+                && self.operations.may_write(device);
+            if is_alive && !starts {
+                return;
+            }
+            let Some((id, group)) = self.residency.erasures.take(device) else {
+                return;
+            };
+            if !is_alive {
                 let stopped = Err(IoFault::Stopped);
                 self.residency.erasure_ended((id, group), stopped);
                 continue;
             }
-            if erasing >= ERASURES || !health.answers() || !self.operations.may_write(device) {
-                self.residency.erasures.put_back((id, group));
-                continue;
-            }
-            erasing += 1;
             let purpose = Purpose::Erase { node: id, group };
             let token = self.operations.start(purpose, device, self.now_ns);
-            self.residency.erasures.started((id, group));
             let (file_offset, len) = self.residency.disk_range(id, group);
             out.push(IoRequest::Erase {
                 token,

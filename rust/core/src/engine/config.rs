@@ -21,6 +21,8 @@ pub struct EngineConfig {
     /// If no read ends for this long, by the last poll, on the device that a promotion waits for, the lookup is
     /// answered with the part in the arena.
     pub stall_ns: u64,
+    /// Failed reads in a row after which a directory is given up.
+    pub read_failures_max: u32,
     /// How long a request that the scheduler has asked for may wait for its promotion.
     pub promotion_wait: PromotionWait,
     /// The part of the computing time that a planned wait may take although nothing arrives.
@@ -73,6 +75,7 @@ impl EngineConfig {
             pin_bytes: host_bytes / 10 * 3,
             min_load_tokens: Some(1),
             stall_ns: 1_000_000_000,
+            read_failures_max: 8,
             promotion_wait: PromotionWait::Complete,
             load_margin: 0.25,
             write_rate: 0,

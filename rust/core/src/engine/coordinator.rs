@@ -154,6 +154,8 @@ impl Engine {
         let ns = self
             .namespaces
             .register(namespace, &mut self.residency, used_s, is_unused)?;
+        // Another namespace may have made room.
+        self.end_outlived_flights();
         let session = self.sessions.open(ns, &spec);
         if spec.private {
             self.make_private(session);

@@ -204,7 +204,13 @@ impl Engine {
         }
         let found = noted.found.0.min(question.asked);
         // A hit may end before the last block found, where a window or a draft model's last tokens are missing.
-        if noted.hit.max(noted.computed).0 + question.size <= found {
+        if noted
+            .hit
+            .max(noted.computed)
+            .0
+            .saturating_add(question.size)
+            <= found
+        {
             return (Reason::NoBoundary.into(), NsId::MAX);
         }
         let Some(missing) = &question.missing else {

@@ -49,7 +49,7 @@ impl Engine {
     fn has_writes(&self) -> bool {
         self.namespaces.has_writes(&self.residency)
             || self.writeback.has_writes(&self.residency)
-            || self.residency.erasures.has_waiting()
+            || self.residency.has_waiting_erasures()
             || self.residency.has_releases()
     }
 
@@ -189,7 +189,10 @@ impl Engine {
                 group,
                 started_ns,
                 ahead,
-            } => self.read_ended(node, group, (started_ns, ahead), result),
+            } => {
+                let device = device.expect("a read belongs to a device");
+                self.read_ended((node, group), device, (started_ns, ahead), result);
+            }
             Purpose::Write {
                 node,
                 group,
@@ -227,15 +230,15 @@ impl Engine {
         self.residency.disk_mut(device).latencies[kind].note(ns);
     }
 
-    /// A payload read has ended.
+    /// A payload read has ended. `device` is where the read went: when a directory has been given up, the node's
+    /// other payloads may be on another directory by now.
     fn read_ended(
         &mut self,
-        node: NodeId,
-        group: u8,
+        (node, group): (NodeId, u8),
+        device: DeviceIndex,
         (started_ns, ahead): (u64, u64),
         result: Result<u64, IoFault>,
     ) {
-        let device = self.residency.node(node).device;
         let bytes = self.residency.slot_bytes(node, group);
         let times = (started_ns, self.now_ns);
         let rates = &mut self.planner.rates;
@@ -254,7 +257,7 @@ impl Engine {
                 }
                 self.payload_arrived(node, group, &mut Vec::new());
             }
-            Err(fault) => self.read_failed(node, group, fault),
+            Err(fault) => self.read_failed((node, group), device, fault),
         }
         let (promotions, mut parts) = self.promotions();
         promotions.read_ended(node, group, result.is_ok(), &mut parts);
@@ -271,9 +274,8 @@ impl Engine {
         self.residency.reconcile(node);
     }
 
-    fn read_failed(&mut self, node: NodeId, group: u8, fault: IoFault) {
+    fn read_failed(&mut self, (node, group): (NodeId, u8), device: DeviceIndex, fault: IoFault) {
         let residency = &mut self.residency;
-        let device = residency.node(node).device;
         residency.host_failed(node, group);
         match fault {
             IoFault::Stopped => {}
@@ -288,7 +290,7 @@ impl Engine {
         // Changed bytes do not make a device useless; errors do.
         if matches!(fault, IoFault::Os(_)) {
             let health = &mut residency.disk_mut(device).health;
-            if health.read_failed(fault, self.now_ns) {
+            if health.read_failed(fault, self.now_ns, self.config.read_failures_max) {
                 residency.give_up_disk(device);
             }
         }

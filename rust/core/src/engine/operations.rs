@@ -68,6 +68,8 @@ struct DeviceOperations {
     writes: Flow,
     /// Operations that the device's IO engine takes now.
     room: usize,
+    /// Erasures in flight, which the writes count, too.
+    erasures: usize,
     /// How many writes may be in flight now, if fewer than the depth allows.
     writes_max: Option<usize>,
 }
@@ -80,7 +82,6 @@ pub(super) struct Operations {
     /// The operations, with their devices; a checksum has none.
     in_flight: SlotMap<OperationId, (Option<DeviceIndex>, Purpose)>,
     devices: Vec<DeviceOperations>,
-    erasures: usize,
     /// See [`Engine::set_io_depth`](super::Engine::set_io_depth).
     depth: Option<usize>,
 }
@@ -110,12 +111,12 @@ impl Operations {
     pub(super) fn start(&mut self, purpose: Purpose, device: DeviceIndex, now_ns: u64) -> u64 {
         let of_device = &mut self.devices[device.index()];
         of_device.room = of_device.room.saturating_sub(1);
+        of_device.erasures += usize::from(matches!(purpose, Purpose::Erase { .. }));
         let flow = of_device.flow(purpose);
         if flow.in_flight == 0 {
             flow.progress_ns = now_ns;
         }
         flow.in_flight += 1;
-        self.erasures += usize::from(matches!(purpose, Purpose::Erase { .. }));
         let id = self.in_flight.insert((Some(device), purpose));
         slotmap::Key::data(&id).as_ffi()
     }
@@ -137,8 +138,8 @@ impl Operations {
         let Some(at) = device else {
             return Some((None, purpose));
         };
-        self.erasures -= usize::from(matches!(purpose, Purpose::Erase { .. }));
         let of_device = &mut self.devices[at.index()];
+        of_device.erasures -= usize::from(matches!(purpose, Purpose::Erase { .. }));
         of_device.room = of_device.room.saturating_add(1);
         let flow = of_device.flow(purpose);
         let left = flow.in_flight.checked_sub(1);
@@ -180,9 +181,9 @@ impl Operations {
         self.in_flight.len()
     }
 
-    /// Erasures in flight.
-    pub(super) fn erasures(&self) -> usize {
-        self.erasures
+    /// Erasures of a device in flight.
+    pub(super) fn erasures(&self, device: DeviceIndex) -> usize {
+        self.devices[device.index()].erasures
     }
 
     /// Whether a device takes any operation.

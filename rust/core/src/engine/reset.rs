@@ -27,6 +27,7 @@ impl Engine {
         if !self.namespaces.is_private(new) {
             self.separate(session, new);
         }
+        self.end_outlived_flights();
         true
     }
 

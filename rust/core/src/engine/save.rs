@@ -154,6 +154,7 @@ impl Engine {
         }
         let cursor = SaveCursor {
             ns,
+            instance: self.namespaces.instance(ns),
             hash_blocks,
             gaps: Gaps::above(anchor),
             offers: Offers::new(save.offers),
@@ -219,7 +220,9 @@ impl Engine {
     fn may_go_on(&self, session: SessionId, plan: &SavePlan<'_>) -> bool {
         let ns = self.sessions.get(session).map(|state| state.ns);
         let tail = plan.tail.0;
-        ns == Some(plan.cursor.ns) && (tail == NONE || !self.residency.has_left_index(tail))
+        ns == Some(plan.cursor.ns)
+            && self.namespaces.instance(plan.cursor.ns) == plan.cursor.instance
+            && (tail == NONE || !self.residency.has_left_index(tail))
     }
 
     /// Carries out a step. Returns whether the save has ended.

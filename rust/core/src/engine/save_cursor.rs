@@ -10,6 +10,8 @@ use super::requests::BlockOffers;
 pub(super) struct SaveCursor {
     /// The namespace in which it began.
     pub(super) ns: NsId,
+    /// The life of the namespace at that time.
+    pub(super) instance: u64,
     /// Hash blocks that it covers.
     pub(super) hash_blocks: u32,
     pub(super) gaps: Gaps,

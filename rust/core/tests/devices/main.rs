@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod cleared;
+mod given_up;
 mod memory;
 mod retention;
 mod rig;

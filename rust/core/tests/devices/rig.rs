@@ -6,7 +6,7 @@ use undercroft_core::engine::{Engine, EngineConfig, SessionId};
 use undercroft_core::io::{FileKind, IoCompletion, IoFault, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_core::session::{LookupRequest, Offer, SaveRequest, Tokens};
 use undercroft_core::slots::page_bytes_for;
 
 pub(crate) const HASH_BLOCK: u32 = 16;
@@ -39,7 +39,7 @@ impl Directory {
 pub(crate) struct Rig {
     pub(crate) engine: Engine,
     pub(crate) session: SessionId,
-    payload_bytes: u32,
+    spec: NamespaceSpec,
     directories: Vec<Directory>,
     pub(crate) now_ns: u64,
 }
@@ -60,13 +60,40 @@ pub(crate) fn prompt(number: u64, len: u32) -> Vec<BlockHash> {
     (0..len).map(|block| hash(block).unwrap()).collect()
 }
 
+/// A group whose blocks are hash blocks.
+pub(crate) fn group(kind: GroupKind, payload_bytes: u32) -> GroupSpec {
+    GroupSpec {
+        kind,
+        block_tokens: HASH_BLOCK,
+        payload_bytes,
+    }
+}
+
 impl Rig {
     pub(crate) fn new(config: EngineConfig, capacities: &[u64], payload_bytes: u32) -> Self {
-        let directories = capacities.iter().map(|&capacity| Directory::new(capacity));
-        Self::over(config, directories.collect(), payload_bytes)
+        Self::with_groups(
+            config,
+            capacities,
+            vec![group(GroupKind::Full, payload_bytes)],
+        )
     }
 
-    fn over(config: EngineConfig, directories: Vec<Directory>, payload_bytes: u32) -> Self {
+    pub(crate) fn with_groups(
+        config: EngineConfig,
+        capacities: &[u64],
+        groups: Vec<GroupSpec>,
+    ) -> Self {
+        let directories = capacities.iter().map(|&capacity| Directory::new(capacity));
+        let spec = NamespaceSpec {
+            description: "devices".to_owned(),
+            hash_block_size: HASH_BLOCK,
+            alignment_tokens: HASH_BLOCK,
+            groups,
+        };
+        Self::over(config, directories.collect(), spec)
+    }
+
+    fn over(config: EngineConfig, directories: Vec<Directory>, spec: NamespaceSpec) -> Self {
         let mut engine = Engine::new(config);
         let image = |directory: &Directory| DeviceImage {
             capacity: directory.capacity,
@@ -75,21 +102,11 @@ impl Rig {
             table: directory.table.clone().into(),
         };
         engine.attach_disks(directories.iter().map(image).collect());
-        let spec = NamespaceSpec {
-            description: "devices".to_owned(),
-            hash_block_size: HASH_BLOCK,
-            alignment_tokens: HASH_BLOCK,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: HASH_BLOCK,
-                payload_bytes,
-            }],
-        };
-        let session = engine.open_session(spec).unwrap();
+        let session = engine.open_session(spec.clone()).unwrap();
         let mut rig = Self {
             engine,
             session,
-            payload_bytes,
+            spec,
             directories,
             now_ns: 0,
         };
@@ -100,7 +117,7 @@ impl Rig {
 
     /// The engine ends, and another one starts on the same directories.
     pub(crate) fn restart(self, config: EngineConfig) -> Self {
-        Self::over(config, self.directories, self.payload_bytes)
+        Self::over(config, self.directories, self.spec)
     }
 
     pub(crate) fn pass(&mut self, ns: u64) {
@@ -163,8 +180,13 @@ impl Rig {
 
     /// Saves a prompt; how many of its blocks were new.
     pub(crate) fn save(&mut self, number: u64, len: u32) -> u32 {
+        self.save_with(number, len, &[])
+    }
+
+    /// Saves a prompt with blocks of states.
+    pub(crate) fn save_with(&mut self, number: u64, len: u32, offers: &[Offer]) -> u32 {
         let hashes = prompt(number, len);
-        let save = SaveRequest::new("save", &hashes, Tokens(len * HASH_BLOCK));
+        let save = SaveRequest::new("save", &hashes, Tokens(len * HASH_BLOCK)).offers(offers);
         let granted = self.engine.begin_save(self.session, &save).transfer;
         let saved = granted.map_or(0, |save| {
             self.engine.end_transfer(save.id, true);

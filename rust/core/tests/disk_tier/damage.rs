@@ -3,8 +3,11 @@
 use std::fs::File;
 use std::path::Path;
 
-use undercroft_core::disk::format::{BLOCK_BYTES, RECORD_BYTES, Record};
+use undercroft_core::disk::format::{
+    BLOCK_BYTES, NamespaceEntry, NamespaceUse, RECORD_BYTES, Record, namespace_offset, use_offset,
+};
 use undercroft_core::disk::open;
+use undercroft_core::forest::TICK_MAX;
 
 use crate::rig::{DISK, Open, Random, Rig, dir, patch};
 
@@ -193,4 +196,52 @@ fn files_deleted_during_a_life() {
             "{refused}"
         );
     }
+}
+
+/// Somebody with the files has written a record that is sound but for this change.
+fn forge(store: &Path, change: impl Fn(&mut Record)) {
+    let table = open::read(store).unwrap().table_bytes;
+    let mut records = table.chunks_exact(RECORD_BYTES).map(Record::decode);
+    let at = records.position(|record| record.is_some()).unwrap();
+    let put = |bytes: &mut [u8]| {
+        let mut record = Record::decode(bytes).unwrap();
+        change(&mut record);
+        record.encode(bytes);
+    };
+    let offset = (at * RECORD_BYTES) as u64;
+    patch(&store.join("table"), offset, put, RECORD_BYTES);
+}
+
+#[test]
+fn a_record_with_the_last_tick() {
+    survives(ALL, |store, _| {
+        forge(store, |record| record.last = TICK_MAX)
+    });
+}
+
+#[test]
+fn a_record_with_the_last_sequence_number() {
+    survives(ALL, |store, _| forge(store, |record| record.seq = u64::MAX));
+}
+
+#[test]
+fn a_record_with_the_last_second() {
+    survives(ALL, |store, _| {
+        forge(store, |record| record.written_s = u32::MAX)
+    });
+}
+
+#[test]
+fn a_namespace_that_was_used_at_the_last_tick() {
+    survives(ALL, |store, _| {
+        let bytes = std::fs::read(store.join("super")).unwrap();
+        let entry = NamespaceEntry::decode(&bytes[namespace_offset(0) as usize..]).unwrap();
+        let last_use = NamespaceUse {
+            instance: entry.instance,
+            tick: TICK_MAX,
+            used_s: u32::MAX,
+        };
+        let put = |bytes: &mut [u8]| bytes.copy_from_slice(&last_use.encode());
+        patch(&store.join("super"), use_offset(0), put, BLOCK_BYTES);
+    });
 }

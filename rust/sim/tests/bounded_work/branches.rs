@@ -1,4 +1,4 @@
-//! Branches, as many as clients like, on a block that arrives late: they are told of it in steps.
+//! Any number of branches below a block that arrives late: their nodes become visible in steps.
 
 use undercroft_core::engine::{Engine, SessionId};
 use undercroft_core::key::BlockHash;
@@ -6,11 +6,11 @@ use undercroft_core::session::{SaveRequest, Tokens};
 
 use crate::rig::{self, Rig, chain, hash, namespace};
 
-/// So many that all invariants can be checked.
+/// Few enough nodes to check all invariants.
 const FEW: u64 = 3_000;
 const MANY: u64 = 100_000;
 
-/// Begins to save a prompt; the save ends later.
+/// Begins to save a prompt. Returns the function that ends the save.
 fn begin(
     rig: &mut Rig,
     session: SessionId,
@@ -45,7 +45,7 @@ fn becomes_visible_in_steps(nodes: u64, branches: u64) {
     let other = rig.open(namespace("model"));
     let stem = chain(0, 1);
     let end = begin(&mut rig, session, &stem);
-    // Others stand on the block that is still being copied.
+    // Other prompts are saved below the block that is still being copied.
     let length = nodes / branches;
     let with = |branch: u64| -> Vec<BlockHash> {
         let rest = (0..length).map(|block| hash(1 + branch, block));

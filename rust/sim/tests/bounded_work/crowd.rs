@@ -1,4 +1,4 @@
-//! Payloads of one model crowd another model's out, for all sizes, and only while they come.
+//! Saves of one model evict the payloads of another model, for all sizes, and only while the saves continue.
 
 use undercroft_core::engine::SessionId;
 use undercroft_core::namespace::{GroupKind, NamespaceSpec};
@@ -8,9 +8,9 @@ use crate::rig::{self, Rig, chain, hybrid, namespace};
 
 /// Blocks of the arena, of [`rig::PAYLOAD`] bytes.
 const HOST: u64 = 512;
-/// Bytes of a block of the crowd.
+/// Bytes of a block of the model that is saved.
 const CROWD_BYTES: u32 = 256 << 10;
-/// Blocks of the model that is crowded out.
+/// Blocks of the model whose payloads are evicted.
 const BLOCKS: u64 = 5;
 
 fn sized(mut spec: NamespaceSpec, bytes: &[u32]) -> NamespaceSpec {
@@ -26,7 +26,7 @@ struct Crowd {
 }
 
 impl Crowd {
-    /// Saves blocks of a prompt each, together half as much again as the arena holds.
+    /// Saves prompts of one block, together one and a half times the size of the arena.
     fn push(&mut self, rig: &mut Rig, steps: usize) {
         rig.pump();
         let blocks = HOST * u64::from(rig::PAYLOAD) * 3 / 2 / u64::from(CROWD_BYTES);
@@ -54,7 +54,7 @@ fn save_all(rig: &mut Rig, session: SessionId, blocks: u64) {
     rig.pump();
 }
 
-/// For every mixture of tiers: hash blocks that lie in host memory, and those of them that are asked for once more.
+/// Tries each number of hash blocks in host memory, and each number of them that a second lookup uses again.
 fn crowd_out(kinds: [u32; 2], steps: usize) {
     let mut rig = Rig::new(HOST, 100 * HOST);
     let model = rig.open(sized(hybrid("model", GroupKind::State), &kinds));

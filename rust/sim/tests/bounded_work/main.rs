@@ -1,9 +1,10 @@
-//! No entry of the engine does more than a bounded number of units of work, however much it holds.
+//! No entry of the engine does more than a bounded number of units of work, however many blocks the engine holds.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 mod branches;
 mod crowd;
+mod orphans;
 mod pins;
 mod rig;
 mod states;
@@ -14,7 +15,7 @@ use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, NamespaceSpec};
 use undercroft_core::session::{Offer, SessionSpec};
 
-/// Many times the blocks that one entry may touch.
+/// Many times as many blocks as one entry may visit.
 const BLOCKS: u64 = 40_000;
 const CHAIN: u64 = 200;
 
@@ -105,7 +106,7 @@ fn a_tier_that_an_operator_makes_smaller_loses_its_pages_in_steps() {
     let half = rig.engine().resized().disk;
     assert!(!half.resizing && half.kept_bytes == 0, "{half:?}");
     assert!(half.capacity_bytes <= all.maximum_bytes / 2);
-    // Pages are emptied, not the tier.
+    // Only some pages are emptied, not the whole tier.
     let kept = rig.engine().gauges().disk_blocks;
     assert!(kept > BLOCKS * 35 / 100, "{kept} of {BLOCKS}");
     rig.engine().check().unwrap();
@@ -237,14 +238,14 @@ fn a_lookup_that_finds_no_state_for_a_long_way_up_takes_several_entries() {
         };
         rig.save_with(session, &prompt[..64], &[offer]);
         rig.save_with(session, &prompt, &[]);
-        // The prompt is long, and an entry does not do more for that.
+        // An entry does no more work although the prompt is long.
         let hit = rig.lookup_within(64, session, &prompt);
         assert_eq!(hit, 64 * rig::BLOCK);
         rig.engine().check().unwrap();
     }
 }
 
-/// A model whose blocks are of another size than those of [`namespace`].
+/// A model whose blocks have another size than the blocks of [`namespace`].
 fn other_size(bytes: u32) -> NamespaceSpec {
     let mut spec = namespace("of another size");
     spec.groups[0].payload_bytes = bytes;
@@ -262,7 +263,7 @@ fn chats(rig: &mut Rig, session: SessionId, turns: u64) {
 
 #[test]
 fn a_page_goes_to_another_size_class_in_steps() {
-    // The larger the blocks, the more of the others have to go for a page.
+    // The larger the blocks, the more other blocks are evicted for a page.
     for bytes in [rig::PAYLOAD / 4 * 3, 16 * rig::PAYLOAD] {
         for disk in [0, BLOCKS / 4] {
             let mut rig = Rig::new(BLOCKS / 4, disk);

@@ -1,4 +1,4 @@
-//! Hints, where thousands of pins stand.
+//! Hints to an engine with thousands of pins.
 
 use undercroft_core::engine::SessionId;
 use undercroft_core::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
@@ -11,7 +11,7 @@ const PINS: u64 = 10_000;
 /// Pins that an engine keeps at most.
 const PINS_MAX: u64 = 16_384;
 const TTL_NS: u64 = 1_000_000_000;
-/// Blocks of the prompt that all begin with.
+/// Blocks of the shared start of all prompts.
 const STEM: u64 = 16;
 
 fn pin(name: String) -> Hint {
@@ -45,13 +45,13 @@ fn pins(rig: &Rig) -> u64 {
     rig.engine().gauges().pins
 }
 
-/// A conversation of its own below a prompt that all share.
+/// A conversation that begins with the prompt that all conversations share.
 fn conversation(number: u64) -> Vec<BlockHash> {
     let own = hash(number + 1, STEM);
     chain(0, STEM).into_iter().chain([own]).collect()
 }
 
-/// A rig with so many conversations, each pinned.
+/// A rig with this many conversations, each pinned.
 fn pinned(count: u64) -> (Rig, SessionId) {
     let mut rig = Rig::new(count + 1024, 0);
     let session = rig.open(namespace("model"));
@@ -82,7 +82,7 @@ fn thousands_of_pinned_conversations_share_a_prompt() {
         let name = pin(number.to_string());
         assert_eq!(give(&mut rig, session, &hashes, &name), accepted(&hashes));
     }
-    // The prompt that all share, with a pin of its own in between.
+    // The prompt that all conversations share has a separate pin.
     let stem = chain(0, STEM);
     assert_eq!(
         give(&mut rig, session, &stem, &pin(String::new())),
@@ -93,7 +93,7 @@ fn thousands_of_pinned_conversations_share_a_prompt() {
         accepted(&stem)
     );
     rig.engine().check().unwrap();
-    // All end at the same time.
+    // All pins end at the same time.
     rig.enter(0, |engine| engine.set_now(TTL_NS));
     rig.pump();
     assert_eq!(pins(&rig), 0);
@@ -115,7 +115,7 @@ fn thousands_of_names_pin_one_prompt() {
     assert_eq!(rig.lookup(session, &hashes), 200 * BLOCK);
     let none = HintAnswer::Rejected(HintRefusal::NotPinned);
     assert_eq!(give(&mut rig, session, &hashes, &release("")), none);
-    // A pin without a name is found among all those with one.
+    // A pin without a name is found among all pins with names.
     assert_eq!(
         give(&mut rig, session, &hashes, &pin(String::new())),
         accepted(&hashes)
@@ -144,7 +144,7 @@ fn a_long_prompt_is_pinned_at_each_of_its_blocks() {
         assert_eq!(of, accepted(&hashes[..depth]));
     }
     assert_eq!(pins(&rig), LONG as u64);
-    // A hit renews those that keep all of it, so that they outlive the time of the others.
+    // A hit renews the deepest pins, which keep all of its blocks. They outlive the other pins.
     rig.enter(0, |engine| engine.set_now(TTL_NS / 2));
     assert_eq!(rig.lookup(session, &hashes), LONG as u32 * BLOCK);
     rig.enter(0, |engine| engine.set_now(TTL_NS));

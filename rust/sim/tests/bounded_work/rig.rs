@@ -1,4 +1,4 @@
-//! An engine over devices that keep tables and no payloads, each of whose entries is counted.
+//! An engine over devices that keep tables and no payloads. The rig counts the work of each entry of the engine.
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
@@ -12,7 +12,7 @@ use undercroft_core::work::Work;
 
 /// Units of work that an entry may do, however many blocks the engine holds.
 const UNITS: u64 = 2_000;
-/// And for each hash block that the caller names.
+/// Further units for each hash block that the caller names.
 const UNITS_PER_BLOCK: u64 = 40;
 
 pub(crate) const BLOCK: u32 = 16;
@@ -35,7 +35,7 @@ pub(crate) struct Rig {
     super_bytes: Vec<u8>,
     capacity: u64,
     pub(crate) fault: Fault,
-    /// Work of the entry that did most, beyond the work that its caller's arguments allow.
+    /// The most work of an entry, beyond the work that its caller's arguments allow.
     pub(crate) most: u64,
 }
 
@@ -67,7 +67,7 @@ pub(crate) fn namespace(name: &str) -> NamespaceSpec {
     }
 }
 
-/// As [`namespace`], with another group.
+/// Like [`namespace`], with another group.
 pub(crate) fn hybrid(name: &str, kind: GroupKind) -> NamespaceSpec {
     let mut spec = namespace(name);
     let of = GroupSpec {
@@ -88,7 +88,7 @@ fn config(host_blocks: u64) -> EngineConfig {
 }
 
 impl Rig {
-    /// An engine for so many blocks in the arena and on disk.
+    /// An engine for this many blocks in the arena and on disk.
     pub(crate) fn new(host_blocks: u64, disk_blocks: u64) -> Self {
         let capacity = disk_blocks * u64::from(PAYLOAD);
         let page_bytes = page_bytes_for(capacity);
@@ -109,7 +109,7 @@ impl Rig {
         rig
     }
 
-    /// The engine ends; another one takes the directory over.
+    /// The engine ends, and another engine takes over the directory.
     pub(crate) fn restart(&mut self, host_blocks: u64) {
         self.engine = Engine::new(config(host_blocks));
         if self.capacity > 0 {
@@ -127,7 +127,7 @@ impl Rig {
         &self.engine
     }
 
-    /// Enters the engine. The caller names so many hash blocks.
+    /// Enters the engine. The caller names `named` hash blocks.
     pub(crate) fn enter<R>(&mut self, named: u64, work: impl FnOnce(&mut Engine) -> R) -> R {
         Work::take();
         let result = work(&mut self.engine);
@@ -148,12 +148,12 @@ impl Rig {
         self.enter(0, |engine| engine.open_session(spec)).unwrap()
     }
 
-    /// Saves a prompt: blocks that were granted.
+    /// Saves a prompt. Returns the number of granted blocks.
     pub(crate) fn save(&mut self, session: SessionId, hashes: &[BlockHash]) -> usize {
         self.save_with(session, hashes, &[])
     }
 
-    /// The same, with blocks of windows and states.
+    /// Saves a prompt with blocks of windows and states.
     pub(crate) fn save_with(
         &mut self,
         session: SessionId,
@@ -186,13 +186,13 @@ impl Rig {
         blocks
     }
 
-    /// Tokens of a hit, once the device has delivered them.
+    /// Looks up a prompt until the answer is no longer pending. Returns the tokens of the hit.
     pub(crate) fn lookup(&mut self, session: SessionId, hashes: &[BlockHash]) -> u32 {
         let named = hashes.len() as u64;
         self.lookup_within(named, session, hashes)
     }
 
-    /// The same. Each entry may do as much work as one that names so many hash blocks.
+    /// Like `lookup`. Each entry may do as much work as an entry that names this many hash blocks.
     pub(crate) fn lookup_within(
         &mut self,
         named: u64,
@@ -218,26 +218,26 @@ impl Rig {
         }
     }
 
-    /// The IO thread, until nothing is left to do.
+    /// Runs the IO thread until nothing is left to do.
     pub(crate) fn pump(&mut self) {
         while self.step() > 0 || self.engine.has_rest() {}
     }
 
-    /// So many turns of the IO thread.
+    /// Runs this many turns of the IO thread.
     pub(crate) fn idle(&mut self, turns: usize) {
         for _ in 0..turns {
             self.step();
         }
     }
 
-    /// The IO thread, until nothing is in flight and nothing waits to be written or read.
+    /// Runs the IO thread until nothing is in flight and nothing waits to be written or read.
     pub(crate) fn flush(&mut self) {
         while !self.engine.is_quiet() {
             self.step();
         }
     }
 
-    /// One turn of the IO thread: operations that have ended.
+    /// Runs one turn of the IO thread. Returns the number of operations.
     pub(crate) fn step(&mut self) -> usize {
         let mut requests = Vec::new();
         self.enter(0, |engine| engine.next_io(DEPTH, &mut requests));

@@ -10,7 +10,7 @@ use crate::rig::{self, Rig, chain, namespace};
 /// Blocks of a prompt of 131,072 tokens.
 const LENGTH: u64 = 8_192;
 const STATE_BYTES: u32 = 16 << 20;
-/// States that fit the arena, and the disk, which is large enough for the records of a chain.
+/// Number of states that fit the arena, and that fit the disk. The disk has room for the records of a chain.
 const HOST: u64 = 64;
 const DISK: u64 = 128;
 
@@ -39,7 +39,7 @@ fn open(disk: u64) -> (Rig, SessionId) {
     (rig, session)
 }
 
-/// Short prompts come, until only they are left.
+/// Saves short prompts until only their states are left.
 fn push_out(rig: &mut Rig, session: SessionId, states: u64) {
     for number in 0..states {
         save(rig, session, &chain(1 + number, 1));

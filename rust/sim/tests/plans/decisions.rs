@@ -11,7 +11,7 @@ const BLOCKS: u32 = 32;
 /// Prompts from which the planner learns.
 const LEARN: usize = 12;
 
-/// A life that has learned a device of this multiple of the break-even rate, with prompts on disk only.
+/// A life whose planner has learned a device of this multiple of the break-even rate. The prompts are on disk only.
 fn learned(factor: f64, prompts: usize) -> (Life, Vec<Vec<BlockHash>>) {
     let compute = Compute {
         step: 5e6,
@@ -64,7 +64,7 @@ fn a_request_that_only_a_hit_can_serve_is_read_from_a_disk_that_is_slower_than_c
         let expected = if min > Tokens(0) { all } else { Tokens(0) };
         assert_eq!(answer.tokens().unwrap_or_default(), expected);
         life.engine.finish_request(life.session, "r");
-        // Nothing is measured meanwhile: the last read is new.
+        // Meanwhile the planner measures nothing, because the last read is recent.
     }
     assert_eq!(stopped(&life), before);
 }
@@ -82,7 +82,7 @@ fn a_slow_disk_is_measured_with_blocks_for_which_nobody_waits() {
         life.engine.finish_request(life.session, "r");
     };
     ask(&mut life, &prompts[0]);
-    // While these blocks are being read, and soon after, no others are.
+    // While these blocks are being read, and shortly after, no other blocks are read.
     ask(&mut life, &prompts[1]);
     assert_eq!(measured(&life), before + 1);
     pass(&mut life, SECOND / 5);
@@ -120,7 +120,7 @@ fn a_wait_is_a_quarter_of_computing_although_most_steps_before_it_were_held_up()
 
 #[test]
 fn a_prompt_is_not_read_if_the_guarantee_would_end_its_wait() {
-    // Reading takes five sixths of the predicted time of computing, which may be a third shorter, too.
+    // Reading takes five sixths of the predicted time of computing. Computing may take a third less than predicted.
     let (mut life, prompts) = learned(1.2, 8);
     for i in 0..64 {
         let part = if i % 8 == 0 { 0.65 } else { 1.0 };

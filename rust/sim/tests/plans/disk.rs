@@ -1,5 +1,5 @@
-//! A directory that keeps tables and no payloads, and whose reads take time: its rate changes, others use it, and
-//! it hangs now and then.
+//! A directory that keeps tables and no payloads, and whose reads take time. Its rate changes, other processes use it,
+//! and it hangs now and then.
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
@@ -24,12 +24,12 @@ impl Random {
         z ^ z >> 31
     }
 
-    /// In `0.0..1.0`.
+    /// A number in `0.0..1.0`.
     pub(crate) fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Between two numbers, each magnitude as likely.
+    /// A number between two numbers. Each magnitude is equally likely.
     pub(crate) fn log(&mut self, from: f64, to: f64) -> f64 {
         from * (to / from).powf(self.unit())
     }
@@ -39,28 +39,28 @@ impl Random {
     }
 }
 
-/// How fast a device is, from some time on.
+/// The rate of a device from some time on.
 #[derive(Clone, Copy, Debug)]
 struct Phase {
     from_ns: u64,
     bytes_per_s: f64,
 }
 
-/// When reads end.
+/// A device, which decides when reads end.
 #[derive(Clone, Debug)]
 pub(crate) struct Device {
     random: Random,
     phases: Vec<Phase>,
     latency_ns: u64,
-    /// A read hangs so often, for a second.
+    /// The probability that a read hangs for a second.
     hangs: f64,
-    /// Reads that were held up by a phase without a rate all end with it.
+    /// Reads that a phase without a rate has delayed all end with the phase.
     ends_at_once: bool,
     free_ns: u64,
 }
 
 impl Device {
-    /// A device of about `bytes_per_s`, which others use, for `seconds`.
+    /// A device of about `bytes_per_s` for `seconds`, which other processes use, too.
     pub(crate) fn new(random: &mut Random, bytes_per_s: f64, seconds: u64) -> Self {
         let mut phases = Vec::new();
         let mut from_ns = 0;
@@ -85,8 +85,8 @@ impl Device {
         }
     }
 
-    /// A device that is fast, then answers nothing, then is slow, and at last fast again. `ends_ns`: the ends of the first
-    /// three phases; `bytes_per_s`: when it is fast, and when slow.
+    /// A device that is fast, then answers nothing, then is slow, and finally fast again. `ends_ns`: the ends of the first
+    /// three phases. `bytes_per_s`: the fast rate and the slow rate.
     pub(crate) fn lying(random: &mut Random, ends_ns: [u64; 3], bytes_per_s: [f64; 2]) -> Self {
         let [fast, slow] = bytes_per_s;
         let [hangs_ns, slow_ns, fast_ns] = ends_ns;
@@ -105,7 +105,7 @@ impl Device {
         }
     }
 
-    /// A device whose rate stays the same but for noise.
+    /// A device whose rate stays the same except for noise.
     pub(crate) fn steady(bytes_per_s: f64) -> Self {
         let from_ns = 0;
         Self {
@@ -121,7 +121,7 @@ impl Device {
         }
     }
 
-    /// When a read of so many bytes ends that begins now: one after the other.
+    /// When a read of this many bytes ends that begins now. Reads run one after the other.
     pub(crate) fn read(&mut self, bytes: u32, now_ns: u64) -> u64 {
         let start_ns = self.free_ns.max(now_ns);
         let noise = 0.8 + 0.4 * self.random.unit();
@@ -134,7 +134,7 @@ impl Device {
         self.free_ns + self.latency_ns
     }
 
-    /// When so many bytes are read, through the phases.
+    /// When a read of this many bytes ends, by the rates of the phases.
     fn end_ns(&self, bytes: f64, start_ns: u64) -> u64 {
         let first = self
             .phases
@@ -156,7 +156,7 @@ impl Device {
     }
 }
 
-/// The files of the directory beside payloads.
+/// The files of the directory, without payloads.
 #[derive(Debug)]
 pub(crate) struct Files {
     table: Vec<u8>,
@@ -164,7 +164,7 @@ pub(crate) struct Files {
 }
 
 impl Files {
-    /// Files of a new directory, and its image for the engine.
+    /// The files of a new directory, and its image for the engine.
     pub(crate) fn new(capacity: u64) -> (Self, DeviceImage) {
         let page_bytes = page_bytes_for(capacity);
         let superblock = Superblock {
@@ -183,7 +183,7 @@ impl Files {
         (Self { table, super_bytes }, image)
     }
 
-    /// Carries a write out. Returns the checksum that the engine is told.
+    /// Carries out a write. Returns the checksum for the engine.
     pub(crate) fn write(&mut self, request: &IoRequest) -> u64 {
         let IoRequest::WriteMeta {
             file,

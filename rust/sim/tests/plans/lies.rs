@@ -1,4 +1,4 @@
-//! A device that is fast, then answers nothing, then is slow, and at last fast again.
+//! A device that is fast, then answers nothing, then is slow, and finally fast again.
 
 use super::disk::{Device, Random};
 use super::{Compute, DEPTH, GroupKind, Life, Sums};

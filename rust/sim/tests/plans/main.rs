@@ -1,5 +1,5 @@
-//! Planned waits over disks whose rates change, that others use, and that hang. Their cost is compared with the better
-//! of loading all and computing all, which is known afterwards.
+//! Planned waits over disks whose rates change, that other processes use, and that hang. The cost of each wait is
+//! compared with the cheaper of loading all and computing all, which is known afterwards.
 //!
 //! `UNDERCROFT_PLAN_SEEDS=10000 cargo nextest run -p undercroft-sim --test plans --release`
 
@@ -24,7 +24,7 @@ const PAYLOAD: u32 = 1 << 20;
 const DEPTH: usize = 32;
 /// Blocks of the arena.
 const HOST: u64 = 256;
-/// Requests that are measured in each life, and blocks of the longest.
+/// Number of requests that are measured in each life, and blocks of the longest request.
 const REQUESTS: usize = 40;
 const LONGEST: f64 = 96.0;
 /// How often the scheduler of an idle vLLM asks. The scheduler of a vLLM that decodes asks once a
@@ -32,10 +32,10 @@ const LONGEST: f64 = 96.0;
 const POLL: u64 = 1_000_000;
 /// Tokens of a step.
 const CHUNK: u32 = 2048;
-/// Most by which a step's time differs from the model's.
+/// The largest difference of a step's time from the model's time, as a share.
 const NOISE: f64 = 0.05;
 
-/// How fast a vLLM computes, in nanoseconds.
+/// The times of a vLLM, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 struct Compute {
     step: f64,
@@ -45,7 +45,7 @@ struct Compute {
 }
 
 impl Compute {
-    /// One of any speed.
+    /// A vLLM of any speed.
     fn any(random: &mut Random) -> Self {
         let token = random.log(5e3, 5e5);
         Self {
@@ -56,7 +56,7 @@ impl Compute {
         }
     }
 
-    /// A step that computes the tokens of a prompt between two, beside others that decode.
+    /// The time of a step that computes a prompt's tokens from `from` to `to`, beside requests that decode.
     fn step_ns(&self, from: u32, to: u32, decodes: u32) -> f64 {
         let positions = (f64::from(to).powi(2) - f64::from(from).powi(2)) / 2.0;
         self.step
@@ -65,7 +65,7 @@ impl Compute {
             + self.decode * f64::from(decodes)
     }
 
-    /// The steps from one token to another: how many tokens each ends at.
+    /// The steps from one token to another: the tokens at which each begins and ends.
     fn steps(from: u32, to: u32) -> impl Iterator<Item = (u32, u32)> {
         (0..(to - from).div_ceil(CHUNK)).map(move |i| {
             let start = from + i * CHUNK;
@@ -84,7 +84,7 @@ impl Compute {
         f64::from(PAYLOAD) / (self.ns(0, 4096, 0) / 4096.0 * f64::from(BLOCK)) * 1e9
     }
 
-    /// When a scheduler that asks after every step gets something that takes `ns`.
+    /// The time until a scheduler that asks after every step gets a result that takes `ns`.
     fn asked_ns(&self, ns: f64, decodes: u32) -> f64 {
         match decodes {
             0 => ns,
@@ -105,15 +105,15 @@ struct Life {
     reads: BTreeMap<(u64, u64), u64>,
     now_ns: u64,
     compute: Compute,
-    /// Most requests that decode meanwhile, and how many do now.
+    /// The most requests that decode meanwhile, and the number that decode now.
     most_decodes: u32,
     decodes: u32,
-    /// How often a prompt is looked up when it arrives, before the scheduler asks.
+    /// The share of prompts that are looked up when they arrive, before the scheduler asks.
     prefetches: f64,
     random: Random,
 }
 
-/// Times that the requests of a life took, in seconds.
+/// The times of a life's requests, in seconds.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sums {
     planned: f64,
@@ -121,10 +121,10 @@ struct Sums {
     computed: f64,
     loaded: f64,
     requests: u32,
-    /// More than 10 and more than 25 % slower than computing.
+    /// Number of requests that were more than 10 % slower than computing, and more than 25 %.
     slower: u32,
     much_slower: u32,
-    /// The largest share of the computing time that one was slower, beside two turns.
+    /// The largest delay of a request beyond two turns, as a share of the computing time.
     most: f64,
 }
 
@@ -163,7 +163,7 @@ impl Life {
         } else {
             0
         };
-        // Around the rate at which a prompt is loaded as fast as it is computed.
+        // The rate lies around the rate at which a prompt is loaded as fast as it is computed.
         let rate = compute.even_bytes_per_s() * random.log(0.1, 10.0);
         let device = Device::new(&mut random, rate, 600);
         Self::with(compute, most_decodes, device, GroupKind::Full, random)
@@ -210,7 +210,7 @@ impl Life {
         }
     }
 
-    /// The IO thread, until a time.
+    /// Runs the IO thread until a time.
     fn run_until(&mut self, until_ns: u64) {
         loop {
             self.start_io();
@@ -266,12 +266,12 @@ impl Life {
         self.run_until(until_ns);
     }
 
-    /// Prompts of so many blocks that lie on disk only; meanwhile the vLLM computes others.
+    /// Saves prompts of these lengths in blocks, then computes other prompts until the first ones are on disk only.
     fn store(&mut self, lengths: &[u32]) -> Vec<Vec<BlockHash>> {
         let prompts = (0..).zip(lengths).map(|(i, &blocks)| chain(i, blocks));
         let prompts: Vec<Vec<BlockHash>> = prompts.collect();
         prompts.iter().for_each(|hashes| self.save(hashes));
-        // Saved blocks leave host memory.
+        // Other saves evict the blocks from host memory.
         for i in 0..HOST / 32 {
             let hashes = chain(1_000_000 + i, 32);
             self.save(&hashes);
@@ -303,7 +303,7 @@ impl Life {
         self.engine.report_steps(self.session, &[step]);
     }
 
-    /// Until the scheduler asks again, and at least `ns`.
+    /// Waits until the scheduler asks again, and at least for `ns`.
     fn wait(&mut self, ns: u64, noise: f64) {
         let until_ns = self.now_ns + ns;
         if self.decodes == 0 {
@@ -325,20 +325,20 @@ impl Life {
         } else {
             self.run_step(0, 0, noise);
         }
-        // The time of a load of all: a copy of the device tells it.
+        // A copy of the device tells the time to load all blocks.
         let (mut device, arrived_ns) = (self.device.clone(), self.now_ns);
         let all_ns =
             (0..hashes.len()).fold(0, |_, _| device.read(PAYLOAD, arrived_ns)) - arrived_ns;
         let request = LookupRequest::new("ask", hashes).max(Tokens(end - 1));
         if self.random.chance(self.prefetches) {
-            // Early prefetch: the scheduler asks at once, or when its step has ended.
+            // After an early prefetch the scheduler asks at once, or when its step has ended.
             self.engine.lookup(self.session, &request.prefetch());
             if self.decodes > 0 {
                 self.run_step(0, 0, noise);
             }
         }
         let began_ns = self.now_ns;
-        // The reads of a load of all begin when the prompt arrives, too.
+        // In the comparison, the reads begin when the prompt arrives, too.
         let all_ns = all_ns.saturating_sub(began_ns - arrived_ns);
         let hit = loop {
             let answer = self.engine.lookup(self.session, &request);
@@ -363,7 +363,7 @@ impl Life {
         let compute = of.ns(0, end, self.decodes) * noise;
         let waits = [all_ns as f64, copy_ns(end - 1)].map(|ns| of.asked_ns(ns, self.decodes));
         let all = waits.iter().sum::<f64>() + of.ns(end - 1, end, self.decodes) * noise;
-        // A step until the scheduler asks, and one for a load.
+        // One step until the scheduler asks, and one step for a load.
         let turn = (POLL as f64).max(of.step_ns(0, 0, self.decodes));
         let most = compute * (1.25 + 2.0 * NOISE) + 2.0 * turn + copy_ns(hit);
         if took > most {
@@ -404,7 +404,7 @@ fn live(seed: u64, total: &mut Sums) -> Result<(), String> {
         .map_err(|error| format!("check: {error}"))
 }
 
-/// The seeds of a test that makes `most` of them unless it is told otherwise.
+/// The seeds of a test: `most` of them, unless the environment names other seeds.
 fn seeds(most: u64) -> Range<u64> {
     let number = |name, otherwise| {
         let value = std::env::var(name);

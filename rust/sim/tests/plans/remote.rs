@@ -66,13 +66,13 @@ impl Life {
         life
     }
 
-    /// The IO thread, until a time.
+    /// Runs the IO thread until a time.
     fn run_until(&mut self, until_ns: u64) {
         loop {
             let mut requests = Vec::new();
             self.engine.next_remote(self.store.room(), &mut requests);
             requests.iter().for_each(|of| self.store.submit(of));
-            // The thread looks at the time every few milliseconds.
+            // The thread reads the clock every few milliseconds.
             let turn_ns = until_ns.min(self.store.now_ns() + 5_000_000);
             let ended = self.store.run(turn_ns);
             self.now_ns = self.store.now_ns();
@@ -117,14 +117,14 @@ impl Life {
         }
     }
 
-    /// The store gets the segments of a prompt.
+    /// Puts the segments of a prompt into the store.
     fn put(&mut self, hashes: &[BlockHash]) {
         let whole = hashes.chunks_exact(SEGMENT as usize);
         let ends = whole.map(|segment| segment[SEGMENT as usize - 1]);
         self.store.objects.extend(ends);
     }
 
-    /// Asks for a prompt, and runs it to its first token: tokens of the hit, and the time that it took.
+    /// Asks for a prompt, and runs it to its first token. Returns the tokens of the hit, and adds the times to `sums`.
     #[expect(clippy::ptr_arg, reason = "a source of hashes is sized")]
     fn ask(&mut self, hashes: &Vec<BlockHash>, sums: &mut Sums) -> Result<u32, String> {
         let end = hashes.len() as u32 * BLOCK + 1;
@@ -247,7 +247,7 @@ fn a_planned_wait_for_a_remote_store_costs_little_more_than_the_better_choice() 
     assert!(regret <= 0.06, "a mean regret of {:.1} %", regret * 100.0);
 }
 
-/// Prompts of this many blocks on a store of a multiple of the break-even rate.
+/// Blocks of each prompt, on a store of a multiple of the break-even rate.
 const BLOCKS: u32 = 64;
 
 fn steady(factor: f64) -> Life {
@@ -261,8 +261,8 @@ fn steady(factor: f64) -> Life {
     Life::new(compute, Store::steady(rate, 5_000_000), Random::new(3))
 }
 
-/// Asks for so many new prompts that the store has, from the number `first` on: the tokens of each hit, and the last one's
-/// time beside that of computing.
+/// Asks for this many new prompts that the store has, from the number `first` on. Returns the tokens of each hit, and the
+/// last prompt's time divided by its computing time.
 fn ask_many(life: &mut Life, first: u64, prompts: u64) -> (Vec<u32>, f64) {
     let (mut hits, mut last) = (Vec::new(), 0.0);
     for at in first..first + prompts {
@@ -308,11 +308,11 @@ fn a_store_that_is_slower_than_computing_is_not_waited_for() {
         decisions(&counters) - decisions(&before) >= 39,
         "{counters:?}"
     );
-    // Some segments are fetched to measure, for which no request waits.
+    // Some segments are fetched to measure the store. No request waits for them.
     let measured = counters.remote_plans_compute_measure - before.remote_plans_compute_measure;
     let fetched = counters.remote_gets - before.remote_gets;
     assert!(measured >= 2 && fetched <= 3 * measured + 3, "{counters:?}");
-    // It has become fast.
+    // The store has become fast.
     let rate = life.compute.even_bytes_per_s() * 8.0;
     life.store.turns(rate);
     let (hits, _) = ask_many(&mut life, 200, 60);
@@ -352,7 +352,7 @@ fn a_store_that_has_nothing_costs_a_cold_prompt_nothing() {
     }
     let late = took[40..].iter().filter(|&&of| of > 1.06).count();
     assert!(late == 0, "{took:?}");
-    // It has them from now on, which is noticed.
+    // From now on the store has the prompts, and the planner notices this.
     let (hits, _) = ask_many(&mut life, 1000, 150);
     assert!(hits[140..].iter().all(|&hit| hit > 0), "{hits:?}");
 }

@@ -1,4 +1,4 @@
-//! A remote store whose gets share its rate, which changes, and that hangs now and then. It keeps names and no bytes.
+//! A remote store whose gets share a rate that changes, and that hangs now and then. It keeps names and no bytes.
 
 use std::collections::HashSet;
 
@@ -7,7 +7,7 @@ use undercroft_core::remote::{RemoteCompletion, RemoteDone, RemoteError, RemoteR
 
 use super::disk::{Random, SECOND};
 
-/// How fast the store is, from some time on.
+/// The rate of the store from some time on.
 #[derive(Clone, Copy, Debug)]
 struct Phase {
     from_ns: u64,
@@ -18,7 +18,7 @@ struct Phase {
 struct Operation {
     token: u64,
     result: Result<RemoteDone, RemoteError>,
-    /// Its bytes begin to come then.
+    /// The time at which its bytes begin to arrive.
     ready_ns: u64,
     left: f64,
 }
@@ -28,7 +28,7 @@ struct Operation {
 pub(crate) struct Store {
     phases: Vec<Phase>,
     pub(crate) latency_ns: u64,
-    /// Bytes a second of one get at most.
+    /// Most bytes a second of one get.
     pub(crate) connection: f64,
     operations: Vec<Operation>,
     /// Objects, by the hash at their ends.
@@ -37,7 +37,7 @@ pub(crate) struct Store {
     pub(crate) gets: usize,
 }
 
-/// Operations in flight at most.
+/// Most operations in flight.
 const DEPTH: usize = 32;
 
 impl Store {
@@ -57,7 +57,7 @@ impl Store {
         }
     }
 
-    /// A store of about `bytes_per_s`, which others use, and that hangs, for `seconds`.
+    /// A store of about `bytes_per_s` for `seconds`. Other hosts use it, and it hangs now and then.
     pub(crate) fn any(random: &mut Random, bytes_per_s: f64, seconds: u64) -> Self {
         let mut store = Self::steady(bytes_per_s, random.log(5e5, 5e7) as u64);
         let is_shared = random.chance(0.6);
@@ -86,7 +86,7 @@ impl Store {
         store
     }
 
-    /// From now on it has this rate.
+    /// From now on the store has this rate.
     pub(crate) fn turns(&mut self, bytes_per_s: f64) {
         let from_ns = 0;
         self.phases = vec![Phase {
@@ -123,10 +123,10 @@ impl Store {
         });
     }
 
-    /// When a load of so many objects, of so many bytes each, would have come that is asked for now.
+    /// When this many objects, each of `bytes` bytes, would have arrived if they were requested now.
     pub(crate) fn all_ns(&self, objects: usize, bytes: u64) -> u64 {
         let mut store = self.clone();
-        // A round of probes comes before the third.
+        // A round of probes precedes the third object.
         let probes_ns = if objects > 2 { self.latency_ns } else { 0 };
         for token in 0..objects as u64 {
             store.operations.push(Operation {
@@ -159,7 +159,7 @@ impl Store {
         (rate.min(self.connection), until_ns)
     }
 
-    /// When something changes next.
+    /// The time of the next change.
     pub(crate) fn next_ns(&self) -> u64 {
         let (rate, until_ns) = self.rate();
         let ends = self.operations.iter().map(|of| {
@@ -176,7 +176,7 @@ impl Store {
         ends.fold(until_ns, u64::min)
     }
 
-    /// Bytes come until then; nothing changes before.
+    /// Transfers bytes until `to_ns`. No earlier change may be due.
     fn run_to(&mut self, to_ns: u64) {
         let (rate, _) = self.rate();
         let bytes = rate * (to_ns - self.now_ns) as f64 / 1e9;
@@ -188,7 +188,7 @@ impl Store {
         self.now_ns = to_ns;
     }
 
-    /// Goes on until then, or until operations end; these.
+    /// Continues until `until_ns`, or until operations end. Returns the operations that have ended.
     pub(crate) fn run(&mut self, until_ns: u64) -> Vec<RemoteCompletion> {
         loop {
             let (now_ns, ended) = (self.now_ns, |of: &mut Operation| of.left <= 0.5);

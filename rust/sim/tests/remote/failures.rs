@@ -98,7 +98,7 @@ fn objects_that_are_not_what_their_names_say_are_misses_and_are_replaced() {
             "{what}"
         );
         assert_eq!(reader.engine.counters().remote_corrupt, 1, "{what}");
-        // The rest is computed, and the object replaced.
+        // The rest is computed, and the object is replaced.
         reader.save((session, "w"), &hashes, MODEL);
         reader.run(1000, &mut objects, &mut random);
         assert_eq!(objects.replacing, 1, "{what}");
@@ -189,7 +189,7 @@ fn a_frozen_store_costs_a_second_once_and_every_slot_comes_back() {
     assert_eq!(reader.load((session, "last"), tokens, &hashes, MODEL), 64);
     reader.run(100, &mut objects, &mut random);
     assert!(!reader.engine.has_remote_work());
-    // All of the arena can be used again.
+    // The whole arena can be used again.
     assert_eq!(
         reader.save((session, "w"), &chain(&[(20, 256)]), MODEL),
         256
@@ -288,7 +288,7 @@ fn a_store_that_takes_nothing_ends_the_wait() {
     let hashes = chain(&[(1, 64)]);
     let (mut objects, mut random) = (crate::store::Objects::default(), Random(6));
     let (mut reader, session) = host(config(256, 8));
-    // Others of its operations take all of its room.
+    // The connection has no room, as if other operations took all of it.
     reader.store = crate::store::Connection::new(0, MILLISECOND);
     let (tokens, waited) = reader.ask(session, "r", &hashes, &mut objects, &mut random);
     assert_eq!(tokens, 0);

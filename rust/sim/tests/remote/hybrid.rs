@@ -1,4 +1,4 @@
-//! Models with windows and states: a hit in the store has all that it needs, or does not end there.
+//! Models with windows and states: a hit ends only at a boundary whose objects are all in the store.
 
 use undercroft_core::engine::{EngineConfig, SessionId};
 use undercroft_core::key::BlockHash;
@@ -21,7 +21,7 @@ const ALL: &[GroupKind] = &[
 ];
 const MODELS: [&[GroupKind]; 4] = [WINDOW, STATE, CHUNK, ALL];
 
-/// A store with the objects of a prompt that a host has computed, with these boundaries.
+/// A store with the objects of a prompt that a host has computed and saved with these boundaries.
 fn computed(
     config: &EngineConfig,
     kinds: &[GroupKind],
@@ -51,7 +51,7 @@ fn save(
     host.save_with((session, "w"), hashes, &offers, MODEL);
 }
 
-/// Loads a hit, all of it, with the right bytes.
+/// Loads a whole hit, and checks its bytes.
 fn load(
     host: &mut Host,
     (session, name): (SessionId, &str),
@@ -67,7 +67,7 @@ fn load(
     host.enter(|engine| engine.finish_request(session, name));
 }
 
-/// Asks a new host for a prompt, and loads the hit: its hash blocks.
+/// Asks a new host for a prompt, and loads the hit. Returns the hit's hash blocks.
 fn hit(
     config: &EngineConfig,
     kinds: &[GroupKind],
@@ -101,7 +101,7 @@ fn one_host_loads_what_another_has_computed() {
         assert_eq!(objects.gets, objects.by_name.len(), "{kinds:?}");
         let counters = reader.engine.counters();
         assert_eq!(counters.remote_hit_tokens, u64::from(tokens));
-        // From now on it is in host memory, and not written again.
+        // From now on the prompt is in host memory, and is not written again.
         let asked = (objects.probes, objects.gets);
         let again = reader.ask(session, "s", &hashes, &mut objects, &mut random);
         assert_eq!(again, (tokens, 0));
@@ -138,17 +138,17 @@ fn a_hit_never_ends_where_anything_of_it_is_missing() {
             };
             let found = hit(&config, kinds, &hashes, &mut objects);
             ends[found as usize] += 1;
-            // Where the missing object lies tells which boundaries are left.
+            // The place of the missing object determines which boundaries are left.
             let at = hashes.iter().position(|hash| gone.contains(&hex(hash)));
             let at = at.expect("an object of the prompt") as u32 + 1;
             let is_segment = at.is_multiple_of(4) && gone.ends_with("-4");
             let expected = match (at > 30, is_segment) {
                 (true, _) => 30,
                 (false, true) => 0,
-                // Only the shorter hit would need it.
+                // Only the shorter hit would need the object.
                 (false, false) => 70,
             };
-            // A part of a chunk makes a hit, and where the chunk begins a hit needs segments only.
+            // A hit may end inside a chunk. At the start of a chunk a hit needs only segments.
             let is_right = match kinds == CHUNK && at > 30 {
                 true => (expected..70).contains(&found),
                 false => found == expected,
@@ -194,7 +194,7 @@ fn objects_that_are_not_what_their_names_say_are_misses_and_are_replaced() {
                 }
                 let corrupt = reader.engine.counters().remote_corrupt;
                 assert_eq!(corrupt, u64::from(found < 37), "{kinds:?}: {name} {found}");
-                // The rest is computed, and the object replaced, at the next hit at the latest.
+                // The rest is computed. The object is replaced at the next hit at the latest.
                 save(&mut reader, session, kinds, &hashes, &[20, 37]);
                 let (tokens, _) = reader.ask(session, "s", &hashes, &mut objects, &mut random);
                 assert_eq!(tokens, 37 * BLOCK);
@@ -260,7 +260,7 @@ fn a_long_prompt_asks_for_at_most_256_boundaries_in_four_rounds() {
         );
         let most = reader.most_work;
         assert!(most.units() <= 2_000 + 40 * 3000, "an entry took {most:?}");
-        // The absence of deeper ones is remembered for five seconds.
+        // The absence of deeper boundaries is remembered for five seconds.
         let asked = objects.probes;
         reader.ask(session, "s", &hashes, &mut objects, &mut random);
         assert_eq!(objects.probes, asked);
@@ -299,7 +299,7 @@ fn modes_of_writing() {
     let hashes = chain(&[(1, 20)]);
     let mut random = Random(7);
     for (mode, at_first, after_a_hit) in [
-        // Two segments of eight, the four blocks behind, and the state.
+        // Two segments of eight blocks, the four blocks after them, and the state.
         (RemoteWrite::All, 4, 4),
         (RemoteWrite::SecondTouch, 0, 4),
         (RemoteWrite::None, 0, 0),
@@ -331,7 +331,7 @@ fn the_object_that_others_look_for_is_written_last() {
         let mut is_there = false;
         for _ in 0..1000 {
             writer.run(1, &mut objects, &mut random);
-            // The objects at the end: the required payloads, and one of each group.
+            // The objects at the end: one of the required payloads, and one of each group.
             let of_end = objects.by_name.keys().filter(|name| name.contains(&last));
             let optional = of_end.filter(|name| name.contains("-g")).count();
             let complete = optional == kinds.len() - 1;
@@ -370,7 +370,7 @@ fn a_prefetch_keeps_all_that_its_hit_needs() {
         let question = LookupRequest::new("r", &hashes).prefetch();
         assert!(reader.look(session, &question).is_pending());
         reader.run(200, &mut objects, &mut random);
-        // Others take all idle memory.
+        // Other prompts take all idle memory.
         for prompt in 10..20 {
             let other = chain(&[(prompt, 256)]);
             assert_eq!(reader.save((session, "w"), &other, MODEL), 256);
@@ -395,7 +395,7 @@ fn a_part_of_a_hit_is_not_kept() {
     assert!(reader.look(session, &question).is_pending());
     reader.run(200, &mut objects, &mut random);
     assert!(objects.gets > 2 && reader.engine.gauges().host_blocks > 0);
-    // The request may still ask; all memory is free.
+    // The request may still ask, but all memory is free.
     let other = chain(&[(2, 512)]);
     assert_eq!(reader.save((session, "w"), &other, MODEL), 512);
     let answer = reader.ask(session, "r", &hashes, &mut objects, &mut random);

@@ -1,4 +1,4 @@
-//! Whole lives from a seed: two hosts, one store, all faults, in any order.
+//! Whole lives from a seed: two hosts and one store, with all faults in any order.
 
 use crate::FULL;
 use crate::rig::{
@@ -44,7 +44,7 @@ struct Client {
     kinds: &'static [GroupKind],
     session: SessionId,
     model: u64,
-    /// The weights: 0 are those of the description.
+    /// The weights: 0 stands for the weights of the description.
     weights: u64,
     requests: Vec<Request>,
     loads: Vec<(Load, Vec<BlockHash>, u32)>,
@@ -61,7 +61,7 @@ struct Life {
     models: [u64; 2],
     names: u64,
     checked: u64,
-    /// Loads with windows or states.
+    /// Number of loads with windows or states.
     completed: u64,
 }
 
@@ -152,7 +152,7 @@ impl Life {
         let kinds = MODELS[id as usize];
         let opened = self.hosts[host].enter(|engine| engine.open_session(model(id, kinds)));
         if let Some(&session) = opened.as_ref().ok().filter(|_| self.random.chance(500)) {
-            // A vLLM of any speed, so that the planner weighs the store against it.
+            // A vLLM of any speed, so that the planner compares the store with it.
             let step = Step {
                 tokens: 1024,
                 positions: 512 * 1024,
@@ -312,7 +312,7 @@ impl Life {
         let of = &client.requests[request];
         let blocks = of.hashes.len() as u32;
         let end = Tokens(blocks * BLOCK);
-        // The device has the windows and the state at the end of what was computed, and where it stopped before.
+        // The device has the windows and the state at the end of the computed blocks, and perhaps at an earlier end.
         let mut ends = vec![blocks];
         if self.random.chance(300) {
             ends.push(self.random.below(u64::from(blocks)) as u32 + 1);
@@ -336,7 +336,7 @@ impl Life {
         host.enter(|engine| engine.finish_request(client.session, &of.name));
     }
 
-    /// Workers copy: loads have the right bytes, saves write theirs.
+    /// Carries out the workers' copies. Checks the bytes of loads, and writes the bytes of saves.
     fn end_transfers(&mut self, at: usize) {
         let client = &mut self.clients[at];
         let host = &mut self.hosts[client.host];
@@ -354,7 +354,7 @@ impl Life {
         }
     }
 
-    /// The weights of a client change.
+    /// Changes the weights of a client, and resets its session.
     fn reset(&mut self, at: usize) {
         self.end_transfers(at);
         self.names += 1;
@@ -371,14 +371,14 @@ impl Life {
         self.hosts[client.host].enter(|engine| engine.close_session(client.session));
     }
 
-    /// Every request is answered whatever the store does, and then nothing is left in use.
+    /// Ends the life. Checks that every request is answered, whatever the store does, and that nothing stays in use.
     fn finish(&mut self) {
         if self.random.chance(300) {
             self.hosts
                 .iter_mut()
                 .for_each(|host| host.store.is_frozen = true);
         }
-        // Those that have an answer leave: others may wait for their memory.
+        // Requests with an answer end first, since other requests may wait for their memory.
         let since_ns = self.hosts[0].now_ns;
         for at in 0..self.clients.len() {
             self.end_transfers(at);
@@ -410,7 +410,7 @@ impl Life {
         }
         for _ in 0..4000 {
             self.turn(20 * MILLISECOND);
-            // Slots of a subtree that is being removed come back with its nodes.
+            // The slots of a subtree that is being removed are freed with its nodes.
             let is_active = |host: &Host| {
                 let engine = &host.engine;
                 engine.has_remote_work() || engine.has_rest() || !engine.is_quiet()
@@ -425,13 +425,13 @@ impl Life {
             assert!(!host.engine.has_remote_work(), "{:?}", host.engine.gauges());
             let gauges = host.engine.gauges();
             assert_eq!(gauges.host_pinned_bytes, 0);
-            // All of the arena can be used again: every slot has come back.
+            // The whole arena can be used again: every slot is free.
             let session = host.enter(|engine| engine.open_session(model(7, FULL)));
             let session = session.expect("a payload fits");
             let slots = gauges.host_capacity_bytes / SLOT;
             let hashes = chain(&[(99, slots as u32)]);
             let saved = host.save((session, "all"), &hashes, (7, 0)) as u64;
-            // The other policy keeps what it takes for worth more.
+            // The other policy may keep old blocks that it values more than new blocks.
             assert!(
                 saved == slots || host.policy != PolicyKind::Lru,
                 "{saved} of {slots}"

@@ -1,10 +1,13 @@
-//! Hosts that share a remote store: what one has computed the other loads, whatever the store does.
+//! Hosts that share a remote store: each host loads the blocks that another host has computed, whatever the store does.
 //!
 //! `UNDERCROFT_REMOTE_SEEDS=10000 cargo nextest run -p undercroft-sim --test remote --release`
 
+mod announced;
 mod failures;
+mod gaps;
 mod hybrid;
 mod lives;
+mod resets;
 mod rig;
 mod store;
 
@@ -60,7 +63,7 @@ fn one_host_loads_what_another_has_computed() {
     assert_eq!(counters.remote_hit_tokens, u64::from(tokens));
     assert_eq!((counters.remote_gets, counters.remote_puts), (8, 0));
     assert_eq!(counters.remote_get_bytes, 64 * u64::from(rig::PAYLOAD));
-    // From now on it is in host memory.
+    // From now on the prompt is in host memory.
     let asked = (objects.probed_keys, objects.gets);
     assert_eq!(
         reader.ask(session, "s", &hashes[..64], &mut objects, &mut random),
@@ -81,7 +84,7 @@ fn a_hit_begins_in_the_tiers_and_ends_in_the_store() {
     let (tokens, _) = reader.ask(session, "r", &hashes, &mut objects, &mut random);
     assert_eq!(tokens, 64 * BLOCK);
     assert_eq!(reader.load((session, "r"), tokens, &hashes, MODEL), 64);
-    // Two segments were here; of the third, which is fetched for its last three blocks, five.
+    // The host had two segments and five blocks of the third, which is fetched for its last three blocks.
     assert_eq!(objects.gets, 6);
     assert_eq!(reader.engine.gauges().host_blocks, 64);
     assert_eq!(
@@ -106,7 +109,7 @@ fn the_end_among_a_thousand_segments_takes_seventy_requests_and_two_rounds() {
         let question = LookupRequest::new("r", &hashes).prefetch();
         assert!(reader.look(session, &question).is_pending());
         let mut random = Random(there as u64);
-        // Two rounds of at most 30 ms, and the turns in between: all that is there is known, and asked for.
+        // After two rounds of at most 30 ms and the turns between them, all segments there are requested.
         reader.run(64, &mut objects, &mut random);
         let requests = objects.probed_keys + 2;
         assert!(
@@ -243,7 +246,7 @@ fn writes_keep_to_their_rate_and_to_a_quarter_of_the_arena() {
     writer.run(2000, &mut objects, &mut random);
     assert_eq!(objects.puts, 64);
     assert!(writer.store.most_put_bytes <= 256 * rig::SLOT);
-    // 8 segments a second, and a quarter of a second's at once.
+    // 8 segments a second. At most the segments of a quarter of a second at once.
     fast.remote.as_mut().expect("it is set").write_rate = 8 * 8 * rig::SLOT;
     let (mut writer, session) = host(fast);
     let mut objects = Objects::default();
@@ -261,7 +264,7 @@ fn writes_keep_to_their_rate_and_to_a_quarter_of_the_arena() {
 fn segments_are_written_front_to_back() {
     let hashes = chain(&[(1, 64)]);
     let (mut objects, mut random) = (Objects::default(), Random(5));
-    // A quarter of the arena: one write at a time.
+    // Writes hold a quarter of the arena, so one write runs at a time.
     let (mut writer, session) = host(config(64, 16));
     writer.save((session, "w"), &hashes, MODEL);
     let mut seen = 0;
@@ -318,7 +321,7 @@ fn what_the_store_has_is_not_written_again() {
     writer.run(1000, &mut objects, &mut random);
     assert_eq!(writer.engine.counters().remote_puts_known, 8);
     assert_eq!(objects.puts, 8);
-    // A hit looks for segments that were dropped, and finds none.
+    // A hit searches for dropped segments, and finds none.
     writer.ask(session, "r", &hashes, &mut objects, &mut random);
     writer.run(1000, &mut objects, &mut random);
     assert_eq!(objects.puts, 8);
@@ -362,7 +365,7 @@ fn private_sessions_never_touch_the_store() {
     };
     let other = host.enter(|engine| engine.open_session(private));
     for session in [session, other.expect("a payload fits")] {
-        // Other weights.
+        // The session has other weights.
         assert_eq!(
             host.ask(session, "r", &hashes, &mut objects, &mut random),
             (0, 0)
@@ -421,7 +424,7 @@ fn a_prefetch_brings_the_segments_before_the_scheduler_asks() {
     let question = LookupRequest::new("r", &hashes).priority(Priority::Prefetch);
     assert!(reader.look(session, &question).is_pending());
     reader.run(200, &mut objects, &mut random);
-    // Others take all memory meanwhile: what was prefetched is leased.
+    // Meanwhile other prompts take all memory, except the leased memory of the prefetch.
     for prompt in 10..20 {
         let other = chain(&[(prompt, 64)]);
         let all = SaveRequest::new("w", &other, Tokens(64 * BLOCK));

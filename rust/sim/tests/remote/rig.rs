@@ -1,4 +1,4 @@
-//! Hosts: each an engine with an arena of real bytes, a disk that always works, and a connection to the shared store.
+//! Hosts. Each has an engine, an arena of real bytes, a disk that always works, and a connection to the shared store.
 
 use std::collections::{HashMap, HashSet};
 
@@ -38,7 +38,7 @@ impl Random {
         self.next() % limit
     }
 
-    /// With this probability, in a thousand.
+    /// Whether an event of this probability occurs, in a thousand.
     pub(crate) fn chance(&mut self, of: u64) -> bool {
         self.below(1000) < of
     }
@@ -76,7 +76,7 @@ pub(crate) fn offers(spec: &NamespaceSpec, boundaries: &[u32]) -> Vec<Offer> {
     offers
 }
 
-/// Checks that a load has every payload that a hit of so many tokens needs.
+/// Checks that a load has every payload that a hit of this many tokens needs.
 pub(crate) fn assert_complete(load: &Load, spec: &NamespaceSpec, tokens: u32) {
     let boundary = tokens / BLOCK;
     let there: HashSet<(u8, usize)> = slots(&load.extents)
@@ -93,7 +93,7 @@ pub(crate) fn assert_complete(load: &Load, spec: &NamespaceSpec, tokens: u32) {
     }
 }
 
-/// A chain of block hashes: two chains are the same up to where their branches differ.
+/// A chain of block hashes. Two chains are equal up to the point where their branches differ.
 pub(crate) fn chain(branches: &[(u64, u32)]) -> Vec<BlockHash> {
     let (mut key, mut hashes) = (0, Vec::new());
     for &(branch, blocks) in branches {
@@ -110,7 +110,7 @@ pub(crate) fn chain(branches: &[(u64, u32)]) -> Vec<BlockHash> {
     hashes
 }
 
-/// The bytes of a payload: of a model, of the weights in use, of a block and a group.
+/// The bytes of a payload, by the model, the weights in use, the block and the group.
 pub(crate) fn payload(model: u64, weights: u64, hash: &BlockHash, group: u8) -> Vec<u8> {
     let seed = hash.fingerprint() ^ model << 56 ^ weights << 40 ^ u64::from(group) << 36;
     let mut random = Random(seed);
@@ -128,11 +128,11 @@ pub(crate) struct Host {
     disk: HashMap<u64, Vec<u8>>,
     pub(crate) now_ns: u64,
     pub(crate) policy: PolicyKind,
-    /// Units of work of the entry that did most.
+    /// The most work of an entry.
     pub(crate) most_work: Work,
 }
 
-/// The configuration of a host with room for so many payloads, and segments of so many.
+/// The configuration of a host with room for this many payloads, and this many payloads to a segment.
 pub(crate) fn config(slots: u64, segment: u64) -> EngineConfig {
     let mut config = EngineConfig::new(slots * SLOT);
     config.remote = Some(RemoteConfig {
@@ -187,7 +187,7 @@ impl Host {
         result
     }
 
-    /// A turn of the IO thread.
+    /// Runs one turn of the IO thread.
     pub(crate) fn turn(&mut self, objects: &mut Objects, random: &mut Random) {
         let ended = self.store.drain(self.now_ns, objects, &self.arena, random);
         for completion in ended {
@@ -217,7 +217,7 @@ impl Host {
         }
     }
 
-    /// The disk does an operation at once.
+    /// Carries out an operation of the disk at once.
     fn carry_out(&mut self, request: &IoRequest) -> IoCompletion {
         let sum = |host: &Self, offset: u64, len: u32| {
             let sum = host.arena.checksum(offset, u64::from(len));
@@ -256,7 +256,7 @@ impl Host {
         }
     }
 
-    /// Turns for so many milliseconds.
+    /// Runs turns for this many milliseconds.
     pub(crate) fn run(&mut self, milliseconds: u64, objects: &mut Objects, random: &mut Random) {
         for _ in 0..milliseconds {
             self.turn(objects, random);
@@ -264,7 +264,7 @@ impl Host {
         }
     }
 
-    /// Looks a prompt up until there is an answer: the tokens of the hit, and the milliseconds until then.
+    /// Looks up a prompt until there is an answer. Returns the tokens of the hit, and the milliseconds until then.
     pub(crate) fn ask(
         &mut self,
         session: SessionId,
@@ -285,7 +285,7 @@ impl Host {
         panic!("no answer in 100 s: {:?}", self.engine.counters());
     }
 
-    /// Loads a hit: how many blocks, all with the right bytes.
+    /// Loads a hit, and checks its bytes. Returns the number of blocks.
     pub(crate) fn load(
         &mut self,
         (session, name): (SessionId, &str),
@@ -301,7 +301,7 @@ impl Host {
         blocks
     }
 
-    /// Compares the bytes of a load: how many blocks.
+    /// Checks the bytes of a load. Returns the number of blocks.
     pub(crate) fn compare(
         &self,
         load: &Load,
@@ -325,7 +325,7 @@ impl Host {
         blocks
     }
 
-    /// Saves a prompt that was computed: how many payloads are new.
+    /// Saves a computed prompt. Returns the number of new payloads.
     pub(crate) fn save(
         &mut self,
         of: (SessionId, &str),
@@ -356,7 +356,7 @@ impl Host {
         slots(&transfer.extents).count()
     }
 
-    /// A worker's part of a save.
+    /// Does a worker's part of a save.
     pub(crate) fn fill(
         &self,
         extents: &[Extent],
@@ -373,7 +373,7 @@ impl Host {
         }
     }
 
-    /// The last answer of a lookup, if there is one now.
+    /// Looks up once. Returns the answer, which may be pending.
     pub(crate) fn look(&mut self, session: SessionId, question: &LookupRequest<'_>) -> Lookup {
         self.enter(|engine| engine.lookup(session, question))
     }
@@ -385,7 +385,7 @@ impl Host {
     }
 }
 
-/// The slots of extents: group, block, and where each lies.
+/// The slots of extents: the group, the block and the offset of each.
 pub(crate) fn slots(extents: &[Extent]) -> impl Iterator<Item = (u8, usize, u64)> + '_ {
     extents.iter().flat_map(|extent| {
         let blocks = (extent.first_block as usize..).zip(&extent.offsets);

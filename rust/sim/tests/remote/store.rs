@@ -1,4 +1,4 @@
-//! A remote store of the simulator: objects in memory, answers late, in any order, wrong, or never.
+//! A remote store of the simulator. Objects are in memory; answers come late, in any order, wrong, or never.
 
 use std::collections::BTreeMap;
 
@@ -11,15 +11,15 @@ use undercroft_core::remote::{
 
 use crate::rig::Random;
 
-/// How often something goes wrong, in a thousand operations.
+/// The probability of each fault, in a thousand operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Faults {
     /// The operation fails.
     pub(crate) failed: u64,
     pub(crate) throttled: u64,
-    /// It never ends, until the store is woken.
+    /// The operation does not end until the store is woken.
     pub(crate) hang: u64,
-    /// It takes ten seconds.
+    /// The operation takes ten seconds.
     pub(crate) slow: u64,
     /// A put is lost although it succeeds, or only its beginning is kept.
     pub(crate) torn: u64,
@@ -30,7 +30,7 @@ pub(crate) struct Faults {
     pub(crate) corrupt: u64,
     /// An object takes the place of another.
     pub(crate) swapped: u64,
-    /// An object goes.
+    /// An object is removed.
     pub(crate) evicted: u64,
     /// No key of the host decrypts an object.
     pub(crate) sealed: u64,
@@ -40,12 +40,12 @@ pub(crate) struct Faults {
 #[derive(Debug, Default)]
 pub(crate) struct Objects {
     pub(crate) by_name: BTreeMap<String, Vec<u8>>,
-    /// Operations so far.
+    /// Numbers of operations so far.
     pub(crate) probed_keys: usize,
     pub(crate) probes: usize,
     pub(crate) gets: usize,
     pub(crate) puts: usize,
-    /// Puts that were to replace what is there.
+    /// Puts that may replace an existing object.
     pub(crate) replacing: usize,
 }
 
@@ -55,7 +55,7 @@ impl Objects {
         self.by_name.keys().nth(at).cloned()
     }
 
-    /// Changes of objects that no host asks for.
+    /// Changes objects without a request of a host.
     pub(crate) fn decay(&mut self, faults: &Faults, random: &mut Random) {
         if random.chance(faults.evicted)
             && let Some(name) = self.any(random)
@@ -91,9 +91,9 @@ pub(crate) struct Connection {
     depth: usize,
     pub(crate) latency_ns: u64,
     pub(crate) faults: Faults,
-    /// Nothing is answered.
+    /// The store answers nothing.
     pub(crate) is_frozen: bool,
-    /// Bytes of the arena that an operation writes, and others that one reads: by offset, length and writer.
+    /// Ranges of the arena in use: start, end, and whether an operation writes the range or only reads it.
     hands: Vec<(u64, u64, bool)>,
     pub(crate) most_put_bytes: u64,
 }
@@ -119,7 +119,7 @@ impl Connection {
         self.flights.len()
     }
 
-    /// Operations that hang end some time.
+    /// Ends the freeze. All operations, also the ones that hang, are due now.
     pub(crate) fn wake(&mut self, now_ns: u64) {
         self.is_frozen = false;
         for flight in &mut self.flights {
@@ -130,7 +130,7 @@ impl Connection {
     /// Takes a request.
     ///
     /// # Panics
-    /// If it reads memory that another operation writes, or writes what another one uses.
+    /// If the request reads memory that another operation writes, or writes memory that another operation uses.
     pub(crate) fn submit(
         &mut self,
         request: RemoteRequest,
@@ -172,7 +172,7 @@ impl Connection {
         self.most_put_bytes = self.most_put_bytes.max(bytes);
     }
 
-    /// Whether an operation writes to, or with `is_write` uses, a part of the arena.
+    /// Whether an operation writes to a part of the arena, or with `is_write`, whether one reads or writes it.
     pub(crate) fn uses(&self, offset: u64, len: u64, is_write: bool) -> bool {
         let mut hands = self.hands.iter();
         hands.any(|&(from, to, writes)| offset < to && from < offset + len && (writes || is_write))
@@ -221,7 +221,7 @@ impl Connection {
             RemoteError::Unreachable,
             RemoteError::Late,
             RemoteError::Denied,
-            // Of an object that is read.
+            // Only a get can have this error.
             RemoteError::Cipher,
         ];
         if random.chance(self.faults.throttled) {
@@ -242,7 +242,7 @@ impl Connection {
             RemoteRequest::Get {
                 key, expect, parts, ..
             } => {
-                // A store may have written anything before it fails.
+                // A store may have written any bytes before it fails.
                 for part in parts {
                     if random.chance(500) {
                         let junk = vec![random.below(256) as u8; part.len as usize];
@@ -294,7 +294,7 @@ impl Connection {
     }
 }
 
-/// Carries a get out as the contract says.
+/// Carries out a get as the contract requires.
 fn get(
     objects: &Objects,
     name: &str,

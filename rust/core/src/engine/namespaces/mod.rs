@@ -442,6 +442,13 @@ impl Namespaces {
         self.clearing().any(|write| !write.failed)
     }
 
+    /// Like [`Namespaces::reset_pending`], for writes of the directories that answer.
+    pub(super) fn is_resetting(&self, residency: &Residency) -> bool {
+        let answers = |device: DeviceIndex| residency.disks()[device.index()].health.answers();
+        self.clearing()
+            .any(|write| !write.failed && answers(write.device))
+    }
+
     /// Whether a reset could not be made durable.
     pub(super) fn reset_failed(&self) -> bool {
         self.reset_beyond_reach || self.clearing().any(|write| write.failed)

@@ -44,7 +44,8 @@ impl Default for DeviceRate {
 
 /// The measured rates and the queues of all devices.
 ///
-/// Invariant: `queued` is the sum of the remaining shares of all promotions under way.
+/// Invariants: `queued` is the sum of the remaining shares of all promotions under way; `in_flight` is the sum of the
+/// slots of all reads in flight.
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Rates {
     devices: Vec<DeviceRate>,
@@ -215,12 +216,24 @@ impl Rates {
         )
     }
 
-    /// Whether `queued` sums the shares of promotions, by priority.
+    /// Whether `queued` sums the shares of promotions, by priority, and `in_flight` the slot bytes of `reads`.
     #[cfg(feature = "check")]
     pub(in crate::engine) fn check<'a>(
         &self,
         shares: impl Iterator<Item = (Priority, &'a ReadShare)>,
+        reads: impl Iterator<Item = (DeviceIndex, u64)>,
     ) -> Result<(), String> {
+        let mut in_flight = vec![0; self.devices.len()];
+        for (device, bytes) in reads {
+            in_flight[device.index()] += bytes;
+        }
+        for (index, (device, expected)) in self.devices.iter().zip(in_flight).enumerate() {
+            ensure!(
+                device.in_flight == expected,
+                "device {index}: {} bytes in flight, {expected} of reads",
+                device.in_flight
+            );
+        }
         let mut queued = vec![[0; 2]; self.devices.len()];
         for (priority, share) in shares {
             queued[share.device.index()][priority as usize] += share.left;

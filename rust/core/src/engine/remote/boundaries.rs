@@ -63,6 +63,11 @@ impl Boundaries {
         !self.asked.is_empty()
     }
 
+    /// The boundaries of the round in flight.
+    pub(super) fn asked(&self) -> &[u32] {
+        &self.asked
+    }
+
     /// Whether no further answer is expected.
     pub(super) fn is_over(&self) -> bool {
         !self.is_asking() && self.rounds.is_empty()

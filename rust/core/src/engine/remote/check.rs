@@ -43,6 +43,7 @@ impl Remote {
         &self,
         requests: &Requests,
         residency: &Residency,
+        namespaces: &Namespaces,
     ) -> Result<(), String> {
         let (mut filling, mut bytes) = (HashSet::new(), [0, 0]);
         let mut gets: HashMap<_, u32> = HashMap::new();
@@ -92,6 +93,10 @@ impl Remote {
             ensure!(
                 flight.is_over != self.order.contains(&id),
                 "{id:?} has ended and goes on"
+            );
+            ensure!(
+                flight.is_over || flight.instance == namespaces.instance(flight.ns),
+                "{id:?} goes on although the life of its namespace has ended"
             );
             for waiter in &flight.waiters {
                 let request = requests.get(*waiter);

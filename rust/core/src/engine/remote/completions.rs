@@ -14,6 +14,8 @@ use super::{InFlight, Operation, Remote, count_get, count_put};
 
 /// Time between two looks for operations that take too long, in nanoseconds.
 const LOOK_NS: u64 = 5_000_000;
+/// Blocks that one answer to a probe makes the engine forget, beside the rest of the last object.
+const ENTRY_BLOCKS: usize = 256;
 /// A put may take this many times as long as a get.
 const PUT_STALLS: u64 = 10;
 
@@ -72,6 +74,7 @@ impl Engine {
             Operation::Get {
                 takers,
                 object,
+                blocks,
                 fingerprint,
                 payloads,
                 bytes,
@@ -99,7 +102,7 @@ impl Engine {
                     remote.told.add(&payloads, &mut parts);
                 } else {
                     if why.is_some_and(RemoteError::is_of_object) {
-                        remote.told.remove(&payloads, &mut parts);
+                        remote.told.remove(object.1.namespace, &blocks, &mut parts);
                     }
                     if why == Some(RemoteError::NotFound) {
                         parts.rates.remote.probed(took_ns);
@@ -215,12 +218,15 @@ impl Remote {
         result: &Result<RemoteDone, RemoteError>,
         parts: &mut EngineParts<'_>,
     ) {
-        let Some(flight) = self.flights.get_mut(id).filter(|of| of.is_asking()) else {
-            return;
-        };
         let bits = match result {
             Ok(RemoteDone::Present(bits)) => Some(*bits),
             _ => None,
+        };
+        if let Some(bits) = bits {
+            self.forget_absent(id, bits, parts);
+        }
+        let Some(flight) = self.flights.get_mut(id).filter(|of| of.is_asking()) else {
+            return;
         };
         flight.asked_ns = None;
         if flight.boundaries.is_some() {
@@ -232,6 +238,28 @@ impl Remote {
             let missing = fingerprint(&flight.key(flight.piece(end)));
             self.absent.insert(missing, parts.now_ns);
         }
+    }
+
+    /// Forgets the blocks of objects that the store lacks by the answer to a probe. The blocks of an object become known
+    /// together, and the last ones are forgotten last. An answer may be about more blocks than an entry handles. The
+    /// others are forgotten after the next probe.
+    fn forget_absent(&mut self, id: FlightId, bits: u64, parts: &mut EngineParts<'_>) {
+        let flight = self.flights.get(id).filter(|of| !of.is_over);
+        let Some(flight) = flight.filter(|_| !self.told.is_empty()) else {
+            return;
+        };
+        let (digest, spec) = (flight.digest(), parts.residency.spec(flight.ns));
+        let mut left = ENTRY_BLOCKS;
+        let mut gone = Vec::new();
+        for piece in flight.absent(bits, spec) {
+            let blocks = flight.blocks_of(piece, spec);
+            let is_known = blocks.last().is_some_and(|&of| self.told.knows(digest, of));
+            if is_known && left > 0 {
+                left = left.saturating_sub(blocks.len());
+                gone.extend(blocks);
+            }
+        }
+        self.told.remove(digest, &gone, parts);
     }
 
     /// Remembers the result of a get of an object.

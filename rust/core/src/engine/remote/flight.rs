@@ -21,6 +21,8 @@ slotmap::new_key_type! {
 #[derive(Debug)]
 pub(super) struct Flight {
     pub(super) ns: NsId,
+    /// The life of the namespace in which the flight began. The index `ns` may belong to another namespace later.
+    pub(super) instance: u64,
     pub(super) space: Space,
     /// Hash blocks of the hit that the tiers alone allow.
     pub(super) found: u32,
@@ -76,13 +78,14 @@ pub(super) struct Flight {
 impl Flight {
     /// A new flight. `skipped` and `base` are one pair, and so are the hash before and the hashes.
     pub(super) fn new(
-        (ns, space): (NsId, Space),
+        (ns, instance, space): (NsId, u64, Space),
         found: u32,
         (skipped, base): (u32, u32),
         (before, hashes): (Option<BlockHash>, Vec<BlockHash>),
     ) -> Self {
         Self {
             ns,
+            instance,
             space,
             found,
             skipped,
@@ -232,11 +235,32 @@ impl Flight {
             None => self.search.next_round().to_vec(),
             Some(boundaries) => boundaries.next_round().to_vec(),
         };
-        let piece = |at| match self.boundaries {
+        let asked = asked.into_iter().map(|at| self.asked_piece(at, spec));
+        asked.map(|piece| self.key(piece)).collect()
+    }
+
+    /// An object that a probe asks for, by its number in the search.
+    fn asked_piece(&self, at: u32, spec: &NamespaceSpec) -> Piece {
+        match self.boundaries {
             None => self.piece(at),
             Some(_) => last_of(spec, &self.space, at),
-        };
-        asked.into_iter().map(|at| self.key(piece(at))).collect()
+        }
+    }
+
+    /// The objects that the store lacks by the answer to the probe in flight: one bit for each object of the probe.
+    pub(super) fn absent(&self, bits: u64, spec: &NamespaceSpec) -> Vec<Piece> {
+        let boundaries = self.boundaries.as_ref();
+        let asked = boundaries.map_or(self.search.asked(), Boundaries::asked);
+        let absent = (0..).zip(asked).filter(|(bit, _)| bits >> bit & 1 == 0);
+        absent.map(|(_, &at)| self.asked_piece(at, spec)).collect()
+    }
+
+    /// The blocks of an object, each with its group.
+    pub(super) fn blocks_of(&self, piece: Piece, spec: &NamespaceSpec) -> Vec<(BlockHash, u8)> {
+        let hashes = self.hashes_of(piece);
+        let payloads = piece.payloads(spec).into_iter();
+        let blocks = payloads.map(|of| (hashes[of.hash_block as usize], of.group));
+        blocks.collect()
     }
 
     /// With windows or states: the key under which the search for the end of a hit is remembered if it finds nothing.

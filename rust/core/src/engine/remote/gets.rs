@@ -163,9 +163,11 @@ impl Remote {
         };
         let of_request = reserved.payloads.iter().zip(&reserved.indices);
         let of_request: Vec<RemotePart> = of_request.map(parts_of).collect();
+        let blocks = self.flights[id].blocks_of(piece, parts.residency.spec(place.0));
         let operation = Operation::Get {
             takers: vec![(id, object)],
             object: place,
+            blocks,
             fingerprint: fingerprint(&key),
             payloads: reserved.payloads,
             bytes,

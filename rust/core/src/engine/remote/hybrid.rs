@@ -91,7 +91,8 @@ impl Remote {
         if hashes.len() as u32 != limit - base {
             return None;
         }
-        let mut flight = Flight::new((ns, space), above, (skipped, base), (before, hashes));
+        let of = (ns, parts.namespaces.instance(ns), space);
+        let mut flight = Flight::new(of, above, (skipped, base), (before, hashes));
         let limit = self.before_hole(&flight, limit, parts.now_ns);
         let is_usable = |boundary| {
             let last = flight.key(last_of(spec, &space, boundary));

@@ -86,6 +86,8 @@ enum Operation {
         takers: Vec<(FlightId, u32)>,
         object: Place,
         fingerprint: u64,
+        /// All blocks of the object, each with its group.
+        blocks: Vec<(BlockHash, u8)>,
         /// Payloads being filled, in the order of the request's parts.
         payloads: Vec<(NodeId, u8)>,
         /// Bytes that the get window counts.
@@ -120,6 +122,7 @@ struct InFlight {
 /// - a payload that an operation fills has a slot and is being filled; the nodes that a put reads are leased, and so
 ///   are the nodes of each flight;
 /// - the windows count the bytes of the operations in flight, `held` counts the bytes of the flights;
+/// - a flight that goes on belongs to the present life of its namespace;
 /// - a flight that waits for a segment next is found by the end of this segment;
 /// - a flight measures the store, or has waiters, each of which knows the flight.
 #[derive(Debug)]
@@ -297,6 +300,18 @@ impl Remote {
         }
     }
 
+    /// Ends the flights of namespaces whose lives have ended. Their indices may belong to other namespaces now, and what
+    /// a flight brings would be taken for blocks of these.
+    fn end_outlived(&mut self, parts: &mut EngineParts<'_>) {
+        for id in self.order.clone() {
+            work::queued();
+            let flight = &self.flights[id];
+            if flight.instance != parts.namespaces.instance(flight.ns) {
+                self.end_flight(id, parts.residency);
+            }
+        }
+    }
+
     /// Ends the leases of the nodes with windows or states that a flight brings.
     fn let_go(&mut self, id: FlightId, residency: &mut Residency) {
         for node in std::mem::take(&mut self.flights[id].kept) {
@@ -431,6 +446,13 @@ impl Engine {
     pub(super) fn offer_remote_hit(&mut self, node: NodeId) {
         if let Some((remote, mut parts)) = self.remote() {
             remote.offer_hit(node, &mut parts);
+        }
+    }
+
+    /// Ends the flights of namespaces whose lives have ended.
+    pub(super) fn end_outlived_flights(&mut self) {
+        if let Some((remote, mut parts)) = self.remote() {
+            remote.end_outlived(&mut parts);
         }
     }
 

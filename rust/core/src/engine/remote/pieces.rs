@@ -106,6 +106,9 @@ pub(super) fn of_boundary(spec: &NamespaceSpec, space: &Space, boundary: u32) ->
     let last = last_of(spec, space, boundary);
     for group in 0..spec.groups.len() {
         let after = optional_after(spec, group, boundary);
+        if after == boundary {
+            continue;
+        }
         let number = u8::try_from(group).ok();
         let to = match last.group == number {
             true => last.after,
@@ -244,6 +247,21 @@ mod tests {
         let kinds = [(GroupKind::Full, 2 * MIB), (GroupKind::State, 9 * MIB)];
         assert_eq!(runs(&kinds, 21), [(16, 21, None), (20, 21, Some(1))]);
         assert_eq!(runs(&kinds, 16), [(15, 16, Some(1))]);
+    }
+
+    #[test]
+    fn an_ignored_group_has_no_objects() {
+        let kinds = [
+            (GroupKind::Ignored, 0),
+            (GroupKind::Full, 2 * MIB),
+            (GroupKind::State, 9 * MIB),
+        ];
+        let mut spec = spec(&kinds);
+        // As the connector registers the group.
+        spec.groups[0].block_tokens = 0;
+        let pieces = of_boundary(&spec, &space(), 21);
+        let groups: Vec<_> = pieces.into_iter().map(|piece| piece.group).collect();
+        assert_eq!(groups, [None, Some(2)]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! A bounded memory of segments, for a time.
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::remote::ObjectKey;
 use crate::work;
@@ -25,7 +25,8 @@ pub(super) fn fingerprint(object: &ObjectKey) -> u64 {
     mix(sum, u64::from(object.hash_blocks) << 32 | group)
 }
 
-/// Segments that were noted lately: about `most` of them, each for `keep_ns`.
+/// Segments that were noted lately: about `most` of them, each for `keep_ns`. Both halves have room from the start: a
+/// hash table moves all of its entries when it grows, in one entry of the engine.
 #[derive(Debug)]
 pub(super) struct Recent {
     /// When each segment was noted, in the older half and the younger half.
@@ -35,11 +36,15 @@ pub(super) struct Recent {
     keep_ns: u64,
 }
 
+fn half(most: usize) -> FxHashMap<u64, u64> {
+    FxHashMap::with_capacity_and_hasher(most / 2 + 1, FxBuildHasher)
+}
+
 impl Recent {
     pub(super) fn new(most: usize, keep_ns: u64) -> Self {
         Self {
-            old: FxHashMap::default(),
-            young: FxHashMap::default(),
+            old: half(most),
+            young: half(most),
             most,
             keep_ns,
         }
@@ -50,7 +55,8 @@ impl Recent {
         work::index();
         self.young.insert(segment, now_ns);
         if self.young.len() > self.most / 2 {
-            self.old = std::mem::take(&mut self.young);
+            std::mem::swap(&mut self.old, &mut self.young);
+            self.young.clear();
         }
     }
 
@@ -73,6 +79,18 @@ impl Recent {
 mod tests {
     use super::*;
     use crate::key::{BlockHash, NamespaceDigest};
+
+    #[test]
+    fn the_tables_never_grow() {
+        for most in [10, 1 << 14] {
+            let mut recent = Recent::new(most, 5);
+            let room = [recent.old.capacity(), recent.young.capacity()];
+            for at in 0..3 * most as u64 {
+                recent.insert(at, 0);
+            }
+            assert_eq!([recent.old.capacity(), recent.young.capacity()], room);
+        }
+    }
 
     #[test]
     fn a_segment_is_remembered_for_a_time() {

@@ -55,6 +55,11 @@ impl Search {
         !self.asked.is_empty()
     }
 
+    /// The segments of the round in flight.
+    pub(super) fn asked(&self) -> &[u32] {
+        &self.asked
+    }
+
     /// Whether the search has ended.
     pub(super) fn is_over(&self) -> bool {
         !self.is_asking() && self.is_last()

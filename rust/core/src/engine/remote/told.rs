@@ -3,9 +3,8 @@
 //!
 //! A block becomes known under a number that only grows, so a feed knows by one number which blocks it was told of.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
-
-use rustc_hash::FxHashMap;
 
 use crate::forest::{NONE, NodeId, NsId};
 use crate::key::{BlockHash, NamespaceDigest};
@@ -21,11 +20,32 @@ const BLOCKS_MAX: usize = 1 << 17;
 const REPLAY_STEP: usize = 512;
 
 /// A block, by the digest of its namespace: a reset of the tiers changes nothing in the store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Block {
     digest: NamespaceDigest,
     hash: BlockHash,
     group: u8,
+}
+
+impl Block {
+    /// The hashes come first: nearly all blocks differ in them.
+    fn key(&self) -> (&BlockHash, u8, &NamespaceDigest) {
+        (&self.hash, self.group, &self.digest)
+    }
+}
+
+impl Ord for Block {
+    fn cmp(&self, other: &Self) -> Ordering {
+        #[cfg(test)]
+        tests::COMPARED.set(tests::COMPARED.get() + 1);
+        self.key().cmp(&other.key())
+    }
+}
+
+impl PartialOrd for Block {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
 }
 
 /// The blocks that are known to be in the store.
@@ -34,7 +54,8 @@ struct Block {
 #[derive(Debug)]
 pub(super) struct Told {
     blocks: BTreeMap<u64, (Block, Option<BlockHash>)>,
-    numbers: FxHashMap<Block, u64>,
+    /// A tree, because a hash table moves all of its entries when it grows, in one entry of the engine.
+    numbers: BTreeMap<Block, u64>,
     next: u64,
     most: usize,
 }
@@ -43,7 +64,7 @@ impl Default for Told {
     fn default() -> Self {
         Self {
             blocks: BTreeMap::new(),
-            numbers: FxHashMap::default(),
+            numbers: BTreeMap::new(),
             next: 0,
             most: BLOCKS_MAX,
         }
@@ -75,18 +96,15 @@ impl Told {
             let Some(block) = block_of(node, group, parts) else {
                 return;
             };
+            work::index();
             if self.numbers.contains_key(&block) {
                 continue;
             }
-            work::index();
             let parent = match parts.residency.node(node).parent() {
                 NONE => None,
                 above => Some(parts.residency.node(above).hash),
             };
-            let number = self.next;
-            self.next += 1;
-            self.blocks.insert(number, (block, parent));
-            self.numbers.insert(block, number);
+            let number = self.enter(block, parent);
             tell(number, &block, event(&block, parent, true), parts);
             if self.blocks.len() > self.most
                 && let Some((&oldest, &(block, _))) = self.blocks.first_key_value()
@@ -96,15 +114,48 @@ impl Told {
         }
     }
 
-    /// Notes that an object with these payloads is not in the store any more.
-    pub(super) fn remove(&mut self, payloads: &[(NodeId, u8)], parts: &mut EngineParts<'_>) {
-        if self.blocks.is_empty() {
+    /// Gives the next number to a block that has none.
+    fn enter(&mut self, block: Block, parent: Option<BlockHash>) -> u64 {
+        let number = self.next;
+        self.next += 1;
+        self.blocks.insert(number, (block, parent));
+        self.numbers.insert(block, number);
+        number
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
+    /// Whether the store is known to have a block.
+    pub(super) fn knows(&self, digest: NamespaceDigest, (hash, group): (BlockHash, u8)) -> bool {
+        work::index();
+        let block = Block {
+            digest,
+            hash,
+            group,
+        };
+        self.numbers.contains_key(&block)
+    }
+
+    /// Notes that an object with these blocks is not in the store any more.
+    pub(super) fn remove(
+        &mut self,
+        digest: NamespaceDigest,
+        blocks: &[(BlockHash, u8)],
+        parts: &mut EngineParts<'_>,
+    ) {
+        if self.is_empty() {
             return;
         }
-        for &(node, group) in payloads {
-            let block = block_of(node, group, parts);
-            let number = block.and_then(|block| self.numbers.get(&block).copied());
-            if let (Some(block), Some(number)) = (block, number) {
+        for &(hash, group) in blocks {
+            work::index();
+            let block = Block {
+                digest,
+                hash,
+                group,
+            };
+            if let Some(&number) = self.numbers.get(&block) {
                 self.forget(number, &block, parts);
             }
         }
@@ -167,4 +218,41 @@ fn tell(number: u64, block: &Block, event: BlockEvent, parts: &mut EngineParts<'
         .residency
         .feeds
         .note_remote(&block.digest, number, event);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    thread_local! {
+        /// Comparisons of blocks in this thread.
+        pub(super) static COMPARED: Cell<u64> = const { Cell::new(0) };
+    }
+
+    fn block(at: u64) -> Block {
+        let mut bytes = [0; 32];
+        bytes[..8].copy_from_slice(&at.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
+        bytes[8..16].copy_from_slice(&at.to_le_bytes());
+        Block {
+            digest: NamespaceDigest([7; 32]),
+            hash: BlockHash::new(&bytes).expect("32 bytes are a hash"),
+            group: 0,
+        }
+    }
+
+    #[test]
+    fn a_further_block_touches_few_of_the_others() {
+        let mut told = Told::default();
+        let mut most = 0;
+        for at in 0..=BLOCKS_MAX as u64 {
+            COMPARED.set(0);
+            assert_eq!(told.enter(block(at), None), at);
+            most = most.max(COMPARED.get());
+        }
+        assert!(most <= 100, "{most} comparisons for one block");
+        assert_eq!(told.numbers.len(), told.blocks.len());
+        assert_eq!(told.numbers.get(&block(9)), Some(&9));
+    }
 }

@@ -137,7 +137,7 @@ impl Engine {
             return;
         };
         let of = &remote.flights[flight];
-        let is_of_ns = of.ns == ns;
+        let is_of_ns = of.ns == ns && of.instance == self.namespaces.instance(ns);
         let came = (of.found, of.reach(of.arrived));
         // A silent store costs a request its time limit only once.
         let gave_up = is_of_ns && (!of.is_over || of.is_failed);
@@ -320,7 +320,7 @@ impl Remote {
             search: Search::new(segments),
             here: vec![false; segments as usize],
             ..Flight::new(
-                (ns, space),
+                (ns, parts.namespaces.instance(ns), space),
                 found,
                 (skipped, skipped * size),
                 (before, hashes),

@@ -54,6 +54,10 @@ impl Residency {
             last: self.tick,
             hit_class,
         });
+        if parent != NONE {
+            // The child needs the last copy of its parent's payload.
+            self.refresh(parent);
+        }
         id
     }
 }

@@ -38,12 +38,13 @@ struct Children {
 }
 
 impl Residency {
-    /// Whether every invariant holds, if nodes are leased as `leases` says. `writes_failed` says whether a
-    /// write has ever failed: then a node may be on disk without its required ancestor.
+    /// Whether every invariant holds, if nodes are leased as `leases` says. `has_failed` says whether a
+    /// write has ever failed, or a directory may have been given up: then a node may be on disk without its required
+    /// ancestor.
     pub(in crate::engine) fn check(
         &self,
         leases: &LeaseCounts,
-        writes_failed: bool,
+        has_failed: bool,
     ) -> Result<(), String> {
         let mut sums = Sums {
             slots: vec![0; 1 + self.disks.len()],
@@ -62,7 +63,7 @@ impl Residency {
             self.check_counts(id)?;
             self.check_uses(id, leases)?;
             self.check_reach(id, &sums)?;
-            self.check_disk_chain(id, writes_failed)?;
+            self.check_disk_chain(id, has_failed)?;
             for group in self.node(id).groups() {
                 self.check_slots(id, group)?;
             }
@@ -272,10 +273,10 @@ impl Residency {
         Ok(())
     }
 
-    fn check_disk_chain(&self, id: NodeId, writes_failed: bool) -> Result<(), String> {
+    fn check_disk_chain(&self, id: NodeId, has_failed: bool) -> Result<(), String> {
         let node = self.node(id);
         let has_slots = node.slots(Tier::Disk) > 0;
-        let may_lack = writes_failed || self.disk_gaps || self.is_being_removed(id);
+        let may_lack = has_failed || self.disk_gaps || self.is_being_removed(id);
         if node.is_detached() || !has_slots || may_lack {
             return Ok(());
         }

@@ -1,10 +1,10 @@
 //! Bytes of payloads on disk that are erased: their slots become free only when the erasure has ended.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use rustc_hash::FxHashSet;
 
-use crate::forest::{DiskState, NodeId, Tier};
+use crate::forest::{DeviceIndex, DiskState, NodeId, Tier};
 use crate::io::IoFault;
 use crate::slots::slot_offset;
 use crate::work;
@@ -12,7 +12,7 @@ use crate::work;
 use super::slots::Loss;
 use super::state::Residency;
 
-/// At this number of pending erasures, no further node is removed.
+/// At this number of pending erasures of directories that answer, no further node is removed.
 const QUEUED_MAX: usize = 512;
 
 /// Payloads whose bytes are to be erased, or are being erased.
@@ -20,8 +20,10 @@ const QUEUED_MAX: usize = 512;
 /// Invariant: each payload leases its node, which has left the index; each payload is on disk.
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Erasures {
-    queue: VecDeque<(NodeId, u8)>,
-    in_flight: FxHashSet<(NodeId, u8)>,
+    /// The payloads whose erasure has not started, by directory.
+    queues: BTreeMap<DeviceIndex, VecDeque<(NodeId, u8)>>,
+    /// All of the payloads.
+    pending: FxHashSet<(NodeId, u8)>,
     /// Bytes erased since the start.
     pub(in crate::engine) bytes: u64,
     /// Payloads whose bytes could not be erased.
@@ -29,45 +31,47 @@ pub(in crate::engine) struct Erasures {
 }
 
 impl Erasures {
-    pub(in crate::engine) fn is_empty(&self) -> bool {
-        self.queue.is_empty() && self.in_flight.is_empty()
-    }
-
-    /// Whether no further node may be removed before some erasures have ended.
-    pub(in crate::engine) fn is_full(&self) -> bool {
-        self.queue.len() >= QUEUED_MAX
-    }
-
     pub(in crate::engine) fn len(&self) -> usize {
-        self.queue.len() + self.in_flight.len()
+        self.pending.len()
     }
 
-    pub(in crate::engine) fn has_waiting(&self) -> bool {
-        !self.queue.is_empty()
-    }
-
-    /// Takes the first `most` waiting payloads. The caller starts their erasures or puts the payloads back.
-    pub(in crate::engine) fn take(&mut self, most: usize) -> Vec<(NodeId, u8)> {
-        let count = most.min(self.queue.len());
-        self.queue.drain(..count).collect()
-    }
-
-    pub(in crate::engine) fn put_back(&mut self, payload: (NodeId, u8)) {
-        self.queue.push_back(payload);
-    }
-
-    pub(in crate::engine) fn started(&mut self, payload: (NodeId, u8)) {
-        self.in_flight.insert(payload);
+    /// Takes the first payload of a directory whose erasure has not started. The caller starts or ends the erasure.
+    pub(in crate::engine) fn take(&mut self, device: DeviceIndex) -> Option<(NodeId, u8)> {
+        self.queues.get_mut(&device)?.pop_front()
     }
 
     /// The payloads, each of which leases its node.
     #[cfg(feature = "check")]
     pub(in crate::engine) fn iter(&self) -> impl Iterator<Item = (NodeId, u8)> {
-        self.queue.iter().chain(&self.in_flight).copied()
+        self.pending.iter().copied()
     }
 }
 
 impl Residency {
+    /// Erasures that have not started, of the directories that answer: the erasures of a directory that hangs wait
+    /// for the directory, and nothing else waits for them.
+    fn waiting_erasures(&self) -> usize {
+        let queues = self.erasures.queues.iter();
+        let answering = queues.filter(|&(device, _)| self.ends_erasures(*device));
+        answering.map(|(_, queue)| queue.len()).sum()
+    }
+
+    /// Whether the erasures of a directory end, well or not.
+    fn ends_erasures(&self, device: DeviceIndex) -> bool {
+        let health = &self.disks[device.index()].health;
+        health.answers() || !health.is_alive()
+    }
+
+    /// Whether an erasure can be started, now or when others have ended.
+    pub(in crate::engine) fn has_waiting_erasures(&self) -> bool {
+        self.waiting_erasures() > 0
+    }
+
+    /// Whether no further node may be removed before some erasures have ended.
+    pub(in crate::engine) fn has_many_erasures(&self) -> bool {
+        self.waiting_erasures() >= QUEUED_MAX
+    }
+
     /// Whether the bytes of a node are erased when it is freed.
     pub(super) fn erases(&self, id: NodeId) -> bool {
         let leaving = self.geometry[usize::from(self.node(id).ns)].leaving;
@@ -81,7 +85,10 @@ impl Residency {
             if self.node(id).payload(group).disk == DiskState::Present {
                 work::queued();
                 self.pin(id);
-                self.erasures.queue.push_back((id, group));
+                let device = self.node(id).device;
+                let queue = self.erasures.queues.entry(device).or_default();
+                queue.push_back((id, group));
+                self.erasures.pending.insert((id, group));
                 queued = true;
             }
         }
@@ -105,7 +112,7 @@ impl Residency {
         (id, group): (NodeId, u8),
         result: Result<u64, IoFault>,
     ) {
-        self.erasures.in_flight.remove(&(id, group));
+        self.erasures.pending.remove(&(id, group));
         match result {
             Ok(_) => self.erasures.bytes += u64::from(self.payload_bytes(id, group)),
             Err(_) => self.erasures.failures += 1,
@@ -116,9 +123,6 @@ impl Residency {
 
     /// Whether a payload waits for its erasure, so that its slot stays in use.
     pub(super) fn is_erased(&self, id: NodeId, group: u8) -> bool {
-        !self.erasures.is_empty()
-            && self.node(id).is_detached()
-            && (self.erasures.in_flight.contains(&(id, group))
-                || self.erasures.queue.contains(&(id, group)))
+        self.erasures.pending.contains(&(id, group))
     }
 }

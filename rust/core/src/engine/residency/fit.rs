@@ -131,6 +131,15 @@ impl Residency {
         self.host.slot_bytes(self.class(id, Region::Host, group))
     }
 
+    /// Bytes of the smallest slot of a namespace's payloads in the arena.
+    pub(in crate::engine) fn least_slot_bytes(&self, ns: NsId) -> u64 {
+        let classes = self.geometry[usize::from(ns)].host_class.iter().flatten();
+        let bytes = classes.map(|&class| self.host.slot_bytes(class));
+        bytes
+            .min()
+            .expect("a namespace has a group that is not ignored")
+    }
+
     /// Bytes of the slot of a node's payload on disk.
     pub(in crate::engine) fn disk_slot_bytes(&self, id: NodeId, group: u8) -> u64 {
         let region = Region::Disk(self.node(id).device);

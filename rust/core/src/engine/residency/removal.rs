@@ -52,14 +52,14 @@ impl Residency {
 
     /// Whether anything is left to be removed.
     pub(in crate::engine) fn has_removals(&self) -> bool {
-        !self.removals.is_empty() && !self.erasures.is_full()
+        !self.removals.is_empty() && !self.has_many_erasures()
     }
 
     /// Continues the removals for about `steps` nodes. Returns whether there was a node to remove.
     pub(in crate::engine) fn continue_removals(&mut self, steps: usize) -> bool {
         let was_any = self.has_removals();
         for _ in 0..steps {
-            if self.erasures.is_full() || !self.remove_one() {
+            if self.has_many_erasures() || !self.remove_one() {
                 break;
             }
         }

@@ -2,7 +2,7 @@
 
 use crate::forest::{DeviceIndex, DiskState, HostState, NodeId, Tier};
 use crate::metrics::Counters;
-use crate::slots::{Owner, slot_number, slot_offset};
+use crate::slots::{Class, Owner, slot_number, slot_offset};
 
 use super::geometry::Region;
 use super::state::Residency;
@@ -18,7 +18,7 @@ pub(in crate::engine) enum Loss {
 
 impl Residency {
     /// Reserves a slot of the arena for a payload that is about to be filled, evicting if need be. False
-    /// if everything that could make room is in use.
+    /// if everything that could make room is in use: the caller then reconciles `id`, unless something else keeps it.
     pub(in crate::engine) fn reserve_host(
         &mut self,
         id: NodeId,
@@ -34,13 +34,12 @@ impl Residency {
         let owner = Owner { node: id, group };
         // A read is tried again in the next entry. A save would have to be offered again.
         let waits = state == HostState::Reading;
-        let offset = loop {
-            if let Some(offset) = self.host.alloc(class, owner) {
-                break offset;
-            }
-            if !self.make_room(Region::Host, class, waits, counters) {
-                return false;
-            }
+        let offset = match self.host.alloc(class, owner) {
+            Some(offset) => offset,
+            None => match self.alloc_by_eviction(class, owner, waits, counters) {
+                Some(offset) => offset,
+                None => return false,
+            },
         };
         self.withdraw(id);
         self.note_use(id);
@@ -66,6 +65,27 @@ impl Residency {
         self.slot_taken(id, Tier::Host);
         self.refresh(id);
         true
+    }
+
+    /// Allocates a slot of the arena that has no room. The owner's node is leased meanwhile: a node without payloads
+    /// stays in the index only for the sake of the nodes below, and another payload of the node may be the next to be
+    /// evicted.
+    fn alloc_by_eviction(
+        &mut self,
+        class: Class,
+        owner: Owner,
+        waits: bool,
+        counters: &mut Counters,
+    ) -> Option<u64> {
+        self.pin(owner.node);
+        let mut offset = None;
+        while offset.is_none() && self.make_room(Region::Host, class, waits, counters) {
+            offset = self.host.alloc(class, owner);
+        }
+        let mut node = self.forest.node_mut(owner.node);
+        node.change_uses(|uses| uses.pins -= 1);
+        self.refresh(owner.node);
+        offset
     }
 
     /// The copy or read into a payload's slot has succeeded. Appends the nodes that became visible to

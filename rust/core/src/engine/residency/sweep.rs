@@ -60,7 +60,7 @@ impl Residency {
     pub(in crate::engine) fn step_sweep(&mut self, sweep: &mut Sweep, steps: usize) -> bool {
         let mut steps = steps;
         while steps > 0 {
-            if self.erasures.is_full() {
+            if self.has_many_erasures() {
                 return false;
             }
             let bared = self.bared.get_or_insert_default().pop();

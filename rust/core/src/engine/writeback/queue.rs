@@ -126,7 +126,7 @@ impl WriteBack {
         now_ns: u64,
         counters: &mut Counters,
     ) {
-        let slot = residency.slot_bytes(id, 0);
+        let slot = residency.least_slot_bytes(residency.node(id).ns);
         let is_full = residency.queued_bytes() + slot > residency.host().capacity() / 2;
         if is_full || !residency.any_disk_takes_writes(now_ns) {
             return;
@@ -159,9 +159,7 @@ impl WriteBack {
             if payload.host != HostState::Present || payload.disk != DiskState::Empty {
                 continue;
             }
-            let slot = residency.slot_bytes(id, group);
-            // Queued payloads cannot be evicted: half of the arena is left to other payloads.
-            if residency.queued_bytes() + slot > residency.host().capacity() / 2 {
+            if !fits_queue(id, group, residency) {
                 if self.is_held_by_rate {
                     counters.refused_write_rate += 1;
                 } else {
@@ -237,13 +235,12 @@ impl WriteBack {
         out: &mut Vec<IoRequest>,
     ) {
         self.refusals.expire(parts.now_ns);
-        self.requeue_orphan(parts);
+        self.has_rest = self.requeue_orphan(parts);
         let next_bytes = self
             .queue
             .front()
             .map_or(0, |write| payload_bytes(write, parts.residency));
         self.budget.refill(next_bytes, parts.now_ns);
-        self.has_rest = false;
         self.waits_for_room = false;
         self.is_held_by_rate = false;
         if parts.residency.waits_for_an_answer(parts.now_ns) {
@@ -300,6 +297,12 @@ fn waits_for_device(write: &QueuedWrite, parts: &EngineParts<'_>) -> bool {
     device
         .flatten()
         .is_some_and(|device| !parts.operations.may_write(device))
+}
+
+/// Whether a payload may be queued. Queued payloads cannot be evicted: half of the arena is left to other payloads.
+pub(super) fn fits_queue(id: NodeId, group: u8, residency: &Residency) -> bool {
+    let slot = residency.slot_bytes(id, group);
+    residency.queued_bytes() + slot <= residency.host().capacity() / 2
 }
 
 /// Makes an entry of the queue; the caller adds it to the queue.
