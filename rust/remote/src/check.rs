@@ -9,6 +9,8 @@ use crate::body::Body;
 use crate::objects::{Objects, StoreError};
 use crate::receiver::Receiver;
 
+/// Directory of the samples.
+pub(crate) const SAMPLES: &str = "check";
 /// Bytes that are written and read back.
 const SAMPLE: usize = 64 << 10;
 /// Number of probes. Their median time is reported.
@@ -81,6 +83,8 @@ pub fn advice(kind: RemoteError) -> &'static str {
 /// Checks whether the store can be reached and written, its features, and the time of its probes.
 pub fn check(objects: &dyn Objects) -> Vec<Finding> {
     let mut found = Vec::new();
+    // The store may have to start first. The calls below report its failure.
+    let _ = objects.greet();
     let path = sample_path();
     if let Err(error) = written(objects, &path, &mut found) {
         let advice = error.advice();
@@ -113,7 +117,7 @@ pub fn check(objects: &dyn Objects) -> Vec<Finding> {
 pub(crate) fn sample_path() -> String {
     use std::hash::{BuildHasher, RandomState};
     let random = RandomState::new().hash_one(std::process::id());
-    format!("check/{random:016x}")
+    format!("{SAMPLES}/{random:016x}")
 }
 
 /// Writes a sample, reads it back, and probes it.

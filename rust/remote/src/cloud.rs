@@ -22,6 +22,7 @@ use crate::directory::seconds_between;
 use crate::location::{Location, LocationError};
 use crate::objects::{Entry, Objects, Result, StoreError};
 use crate::receiver::Receiver;
+use crate::redact::redacted;
 use client::{CLOCK, CLOCK_WORDS, ROLES, client, credentials, reach};
 
 mod client;
@@ -56,6 +57,7 @@ pub(crate) struct CloudStore {
     store: Arc<dyn ObjectStore>,
     prefix: String,
     renew_after: Duration,
+    renew_rate: Option<u64>,
     /// `None` only during the drop.
     runtime: Option<Runtime>,
 }
@@ -79,6 +81,7 @@ impl CloudStore {
             store,
             prefix: location.path.clone(),
             renew_after: options.ttl / 2,
+            renew_rate: options.renew_rate,
             runtime: Some(runtime),
         })
     }
@@ -317,6 +320,10 @@ impl Objects for CloudStore {
     fn renews(&self, modified: SystemTime) -> bool {
         (SystemTime::now().duration_since(modified)).is_ok_and(|age| age > self.renew_after)
     }
+
+    fn renew_rate(&self) -> Option<u64> {
+        self.renew_rate
+    }
 }
 
 /// The detail of the error if an object of the name exists.
@@ -408,7 +415,8 @@ fn store_error(error: object_store::Error) -> StoreError {
 
 /// The last cause of an error, on one line. Of an answer in XML: its code and message.
 fn detail_of(error: &(dyn std::error::Error + 'static)) -> String {
-    let text = error.to_string();
+    // This comes before the text is cut to its length.
+    let text = redacted(&error.to_string());
     let text = text.strip_prefix("Server returned ").unwrap_or(&text);
     let text = text.strip_prefix(STATUS_WORDS).unwrap_or(text);
     let of = |name: &str| {

@@ -5,15 +5,13 @@ use std::time::SystemTime;
 
 use serde::Serialize;
 use undercroft_core::key::NamespaceDigest;
-use undercroft_core::remote::REMOTE_VERSION;
+use undercroft_core::remote::key::{NamespacePrefix, ObjectName};
 
 use crate::body::Body;
-use crate::gc::{is_object, shifted};
+use crate::gc::shifted;
 use crate::objects::{Objects, Result};
 use crate::receiver::Receiver;
 
-/// Digits of a namespace's digest in the names of its objects.
-const DIGITS: usize = 32;
 /// Most bytes of a description.
 const DESCRIPTION_MAX: u64 = 1 << 20;
 
@@ -56,22 +54,20 @@ pub fn contents(objects: &dyn Objects) -> Result<Contents> {
     let skew = objects.clock_skew().unwrap_or(None).unwrap_or(0.0);
     let now = shifted(SystemTime::now(), skew);
     let mut found = Contents::default();
-    let mut spaces: BTreeMap<String, Space> = BTreeMap::new();
+    let mut spaces: BTreeMap<NamespacePrefix, Space> = BTreeMap::new();
     let mut described = Vec::new();
     objects.list("", &mut |entry| {
-        let digest = entry.path.split('/').nth(1).unwrap_or_default();
-        if !is_object(&entry.path) {
-            if entry.path == about_path(digest) {
-                described.push(digest.to_owned());
-            } else {
-                found.other_objects += 1;
+        let Some(name) = ObjectName::parse(&entry.path) else {
+            match NamespacePrefix::of_description(&entry.path) {
+                Some(namespace) => described.push(namespace),
+                None => found.other_objects += 1,
             }
             return true;
-        }
+        };
         let age = now.duration_since(entry.modified).unwrap_or_default();
         let age = age.as_secs_f64();
-        let space = spaces.entry(digest.to_owned()).or_insert_with(|| Space {
-            digest: digest.to_owned(),
+        let space = spaces.entry(name.namespace).or_insert_with(|| Space {
+            digest: name.namespace.to_string(),
             description: None,
             objects: 0,
             bytes: 0,
@@ -84,10 +80,10 @@ pub fn contents(objects: &dyn Objects) -> Result<Contents> {
         space.newest_s = space.newest_s.min(age);
         true
     })?;
-    for digest in described {
-        if let Some(space) = spaces.get_mut(&digest) {
+    for namespace in described {
+        if let Some(space) = spaces.get_mut(&namespace) {
             let mut receiver = Receiver::bytes(DESCRIPTION_MAX);
-            objects.get(&about_path(&digest), &mut receiver)?;
+            objects.get(&namespace.description_path(), &mut receiver)?;
             let text = String::from_utf8_lossy(&receiver.into_bytes()).into_owned();
             space.description = Some(text);
         }
@@ -103,11 +99,9 @@ pub fn contents(objects: &dyn Objects) -> Result<Contents> {
 /// # Errors
 /// If the store fails.
 pub fn describe(objects: &dyn Objects, digest: &NamespaceDigest, description: &str) -> Result<()> {
-    let path = about_path(&digest.to_hex()[..DIGITS]);
+    // The store may have to start first.
+    objects.greet()?;
+    let path = digest.to_prefix().description_path();
     objects.put(&path, &Body::bytes(description.as_bytes()), true)?;
     Ok(())
-}
-
-fn about_path(digest: &str) -> String {
-    format!("{REMOTE_VERSION}/{digest}/about.json")
 }

@@ -17,15 +17,17 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use undercroft_core::remote::RemoteError;
+use undercroft_core::remote::key::is_above_objects;
 
 use crate::Options;
 use crate::body::{Body, Chunk};
+use crate::check::SAMPLES;
 use crate::location::{Location, LocationError};
 use crate::objects::{Entry, Objects, Result, StoreError};
 use crate::receiver::{Receiver, os_error};
 
-/// Prefix of the temporary names of objects that are being written or removed.
-const TEMPORARY: &str = ".tmp-";
+/// Prefix of the temporary names of objects that are being written or removed. Other applications do not use it.
+const TEMPORARY: &str = ".undercroft-";
 
 /// Most calls at a time. Each may wait for a server of the file system.
 const PARALLEL: usize = 16;
@@ -41,6 +43,8 @@ pub(crate) struct DirectoryStore {
     path: PathBuf,
     /// An object of at least this age becomes new again when it is read.
     renew_after: Duration,
+    /// Whether this host makes objects new at all.
+    renews: bool,
     /// Makes temporary names unique in this process and among processes.
     names: (u64, AtomicU64),
 }
@@ -68,6 +72,7 @@ impl DirectoryStore {
         Ok(Self {
             path,
             renew_after: options.ttl / 2,
+            renews: options.renew_rate.is_some(),
             names: (random(), AtomicU64::new(0)),
         })
     }
@@ -115,8 +120,7 @@ impl DirectoryStore {
 
     fn temporary(&self) -> String {
         let (process, count) = &self.names;
-        let count = count.fetch_add(1, Ordering::Relaxed);
-        format!("{TEMPORARY}{process:016x}-{count}")
+        temporary_name(*process, count.fetch_add(1, Ordering::Relaxed))
     }
 
     fn find(&self, path: &str) -> Result<bool> {
@@ -192,10 +196,12 @@ impl DirectoryStore {
         rustix::fs::fdatasync(&file).map_err(os_error)
     }
 
-    /// Calls `each` with the files of a directory and below, and with the directory of each.
+    /// Calls `each` with the files of a directory and below, and with the directory of each. Directories that `enters`
+    /// refuses are left out.
     fn walk(
         &self,
         below: &str,
+        enters: fn(&str) -> bool,
         each: &mut dyn FnMut(&OwnedFd, &str, &str, &Stat) -> Result<bool>,
     ) -> Result<bool> {
         let at = match self.directory(below, false) {
@@ -219,7 +225,9 @@ impl DirectoryStore {
             let is_directory = FileType::from_raw_mode(found.st_mode) == FileType::Directory;
             let go_on = match name {
                 "." | ".." => true,
-                _ if is_directory && is_plain(name) => self.walk(&path, each)?,
+                _ if is_directory && is_plain(name) => {
+                    !enters(&path) || self.walk(&path, enters, each)?
+                }
                 _ if is_file(&found) => each(&at, name, &path, &found)?,
                 _ => true,
             };
@@ -329,14 +337,15 @@ impl Objects for DirectoryStore {
     }
 
     fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
-        self.walk(below.trim_end_matches('/'), &mut |_, name, path, found| {
+        let each = &mut |_: &OwnedFd, name: &str, path: &str, found: &Stat| {
             Ok(name.starts_with('.')
                 || each(Entry {
                     path: path.to_owned(),
                     bytes: found.st_size as u64,
                     modified: modified(found),
                 }))
-        })?;
+        };
+        self.walk(below.trim_end_matches('/'), |_| true, each)?;
         Ok(())
     }
 
@@ -363,16 +372,17 @@ impl Objects for DirectoryStore {
     }
 
     fn renews(&self, modified: SystemTime) -> bool {
-        (SystemTime::now().duration_since(modified)).is_ok_and(|age| age > self.renew_after)
+        let age = SystemTime::now().duration_since(modified);
+        self.renews && age.is_ok_and(|age| age > self.renew_after)
     }
 
     fn remove_leftovers(&self, age: Duration) -> Result<u64> {
         let mut removed = 0;
-        self.walk("", &mut |parent, name, _, found| {
+        let each = &mut |parent: &OwnedFd, name: &str, _: &str, found: &Stat| {
             let is_old = SystemTime::now()
                 .duration_since(modified(found))
                 .is_ok_and(|old| old > age);
-            if name.starts_with(TEMPORARY) && is_old {
+            if is_temporary(name) && is_old {
                 match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
                     Ok(()) => removed += 1,
                     Err(Errno::NOENT) => {}
@@ -380,7 +390,8 @@ impl Objects for DirectoryStore {
                 }
             }
             Ok(true)
-        })?;
+        };
+        self.walk("", has_temporary_files, each)?;
         Ok(removed)
     }
 }
@@ -391,6 +402,23 @@ pub(crate) fn seconds_between(from: SystemTime, to: SystemTime) -> f64 {
         Ok(ahead) => ahead.as_secs_f64(),
         Err(behind) => -behind.duration().as_secs_f64(),
     }
+}
+
+fn temporary_name(process: u64, count: u64) -> String {
+    format!("{TEMPORARY}{process:016x}-{count}")
+}
+
+fn is_temporary(name: &str) -> bool {
+    let numbers = name.strip_prefix(TEMPORARY).and_then(|rest| {
+        let (process, count) = rest.split_once('-')?;
+        Some((u64::from_str_radix(process, 16).ok()?, count.parse().ok()?))
+    });
+    numbers.is_some_and(|(process, count)| temporary_name(process, count) == name)
+}
+
+/// Whether objects, descriptions or samples of checks are written in this directory or below.
+fn has_temporary_files(directory: &str) -> bool {
+    directory == SAMPLES || is_above_objects(directory)
 }
 
 fn is_plain(name: &str) -> bool {

@@ -3,11 +3,14 @@
 //! It may run at any time beside writers, and in several processes at once. It keeps objects that were written or
 //! renewed since they were listed, and objects that are younger than [`Limits::min_age`].
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::Serialize;
+use undercroft_core::remote::RemoteError;
+use undercroft_core::remote::key::{ObjectName, VERSIONS};
 
-use crate::objects::{Entry, Objects, Result};
+use crate::objects::{Entry, Objects, Result, StoreError};
 
 /// Most objects that are removed in one call.
 const BATCH: usize = 1000;
@@ -53,27 +56,37 @@ pub struct Report {
     pub seconds: f64,
 }
 
-/// Removes objects by the limits. `progress` gets the number of examined objects and of all objects. Once it returns
-/// false, no further object is removed.
+/// Removes objects by the limits. `progress` gets the number of examined objects and of all objects. Once `stopped` is
+/// true, no further object is removed.
 ///
 /// # Errors
-/// If the store fails. Some objects may have been removed before.
+/// If the store fails, or `stopped` is true. Some objects may have been removed before.
 pub fn collect(
     objects: &dyn Objects,
     limits: &Limits,
-    mut progress: impl FnMut(usize, usize) -> bool,
+    stopped: &AtomicBool,
+    mut progress: impl FnMut(usize, usize),
 ) -> Result<Report> {
     let started = Instant::now();
+    let is_stopped = || stopped.load(Ordering::Relaxed);
+    let go_on = || match is_stopped() {
+        true => Err(StoreError::from(RemoteError::Stopped)),
+        false => Ok(()),
+    };
     // Ages are computed with the store's clock, like the times of its objects.
     let skew = objects.clock_skew()?.unwrap_or(0.0);
     let now = shifted(SystemTime::now(), skew);
     let mut all = Vec::new();
-    objects.list("", &mut |entry| {
-        if is_object(&entry.path) {
-            all.push(entry);
-        }
-        true
-    })?;
+    // Other names are of other applications.
+    for version in VERSIONS {
+        objects.list(&format!("{version}/"), &mut |entry| {
+            if ObjectName::parse(&entry.path).is_some() {
+                all.push(entry);
+            }
+            !is_stopped()
+        })?;
+    }
+    go_on()?;
     // Two collections at once select the same objects.
     all.sort_by(|a, b| (a.modified, &a.path).cmp(&(b.modified, &b.path)));
     let mut report = Report {
@@ -87,6 +100,7 @@ pub fn collect(
     report.excess_bytes = limits.max_bytes.map_or(0, |most| left.saturating_sub(most));
     report.oldest_s = all.get(chosen).map(|entry| age(now, entry).as_secs_f64());
     for (index, batch) in all[..chosen].chunks(BATCH).enumerate() {
+        go_on()?;
         let removed = if limits.dry_run {
             vec![true; batch.len()]
         } else {
@@ -100,10 +114,9 @@ pub fn collect(
                 report.skipped_objects += 1;
             }
         }
-        if !progress(index * BATCH + batch.len(), chosen) {
-            break;
-        }
+        progress(index * BATCH + batch.len(), chosen);
     }
+    go_on()?;
     if !limits.dry_run {
         report.removed_leftovers = objects.remove_leftovers(LEFTOVER_AGE)?;
     }
@@ -124,13 +137,6 @@ fn choose(all: &[Entry], limits: &Limits, now: SystemTime, total: u64) -> usize 
     };
     let kept = all.iter().map(goes).position(|goes| !goes);
     kept.unwrap_or(all.len())
-}
-
-/// Whether a path is an object's: `<version>/<namespace>/<2 digits>/<name>`.
-pub(crate) fn is_object(path: &str) -> bool {
-    let mut parts = path.split('/');
-    let version = parts.next().unwrap_or_default();
-    version.parse::<u32>().is_ok() && parts.count() == 3
 }
 
 fn age(now: SystemTime, entry: &Entry) -> Duration {

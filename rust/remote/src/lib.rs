@@ -17,13 +17,17 @@ mod objects;
 mod piece;
 mod pool;
 mod receiver;
+mod redact;
 #[cfg(feature = "redis")]
 mod redis;
+mod renewals;
 mod sealed;
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+
+use undercroft_core::remote::RemoteConfig;
 
 pub use body::Body;
 pub use check::advice;
@@ -40,12 +44,16 @@ pub struct Options {
     /// Time to live of an object after its last use (`remote_ttl`). Redis then removes the object. In other stores, an
     /// object of half this age becomes new again when it is read, so that `undercroft remote gc` removes it later.
     pub ttl: Duration,
+    /// Most bytes a second of old objects that are put again because they were read; 0 for no limit. `None` if this
+    /// host only reads: then no object becomes new in any store.
+    pub renew_rate: Option<u64>,
 }
 
 impl Default for Options {
     fn default() -> Self {
         Self {
             ttl: Duration::from_secs(3 * 24 * 3600),
+            renew_rate: Some(RemoteConfig::default().write_rate),
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::mooncake::MooncakePlace;
+use crate::redact::{redacted, redacted_url};
 
 /// The kinds of stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +24,14 @@ pub enum Scheme {
     Mooncake,
 }
 
+impl Scheme {
+    /// The name in a URL.
+    fn name(self) -> &'static str {
+        let found = SCHEMES.iter().find(|(_, scheme, _)| *scheme == self);
+        found.map_or("", |(name, ..)| *name)
+    }
+}
+
 /// Names of the schemes, with an example of each.
 const SCHEMES: [(&str, Scheme, &str); 7] = [
     ("file", Scheme::File, "file:///mnt/shared/undercroft"),
@@ -33,6 +42,12 @@ const SCHEMES: [(&str, Scheme, &str); 7] = [
     ("rediss", Scheme::Rediss, "rediss://host:6379/0"),
     ("mooncake", Scheme::Mooncake, "mooncake://host:50051/prefix"),
 ];
+
+const CREDENTIALS: &str = "credentials in the URL, which is logged; leave them out and set them in the environment, such \
+     as REDIS_PASSWORD or AWS_ACCESS_KEY_ID";
+const BUCKET: &str = "the name of a bucket or container has letters, digits, '-', '.' and '_' only. A key and its secret \
+     are set in the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and so is the store's address, such \
+     as AWS_ENDPOINT_URL. Allowed: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix";
 
 /// A URL or a store's configuration cannot be used. The message names the URL, the allowed forms and the remedy. It
 /// never has a password.
@@ -71,7 +86,7 @@ impl Location {
     /// Names the mistake and the allowed forms.
     pub fn parse(url: &str) -> Result<Self, LocationError> {
         let refused = |reason: &str| {
-            let shown = without_credentials(url);
+            let shown = redacted_url(url);
             let examples = SCHEMES.map(|(_, _, example)| example).join(", ");
             LocationError(format!(
                 "remote is {shown:?}: {reason}. Allowed: {examples}"
@@ -86,6 +101,10 @@ impl Location {
         if *scheme == Scheme::File {
             return directory(rest).map_err(refused);
         }
+        // A secret may have a slash: it may stand anywhere before the `@`.
+        if rest.contains('@') {
+            return Err(refused(CREDENTIALS));
+        }
         // A URL of another kind with a `?` is refused below.
         let (rest, query) = match scheme {
             Scheme::Mooncake => rest.split_once('?').unwrap_or((rest, "")),
@@ -97,14 +116,15 @@ impl Location {
             ));
         }
         let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
-        if host.contains('@') || query.contains('@') {
-            return Err(refused(
-                "credentials in the URL, which is logged; leave them out and set them in the environment, such as \
-                 REDIS_PASSWORD or AWS_ACCESS_KEY_ID",
-            ));
-        }
         if host.is_empty() {
             return Err(refused("no host or bucket"));
+        }
+        if matches!(scheme, Scheme::S3 | Scheme::Gs | Scheme::Az) && !is_bucket(host) {
+            // The name may be a key and its secret, so that it is not shown.
+            return Err(LocationError(format!(
+                "remote is \"{}://...\": {BUCKET}",
+                scheme.name()
+            )));
         }
         let path = path.trim_matches('/');
         let is_plain = |name: &str| !name.is_empty() && name != "." && name != "..";
@@ -155,14 +175,16 @@ impl Location {
 
     /// The error that this store cannot be used.
     pub(crate) fn refused(&self, reason: impl fmt::Display) -> LocationError {
-        LocationError(format!("remote is \"{self}\": {reason}"))
+        LocationError(format!(
+            "remote is \"{self}\": {}",
+            redacted(&reason.to_string())
+        ))
     }
 }
 
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = SCHEMES.iter().find(|(_, scheme, _)| *scheme == self.scheme);
-        let name = name.map_or("", |(name, ..)| *name);
+        let name = self.scheme.name();
         match self.scheme {
             Scheme::File => write!(f, "file://{}", self.path),
             _ if self.path.is_empty() => write!(f, "{name}://{}", self.host),
@@ -173,6 +195,12 @@ impl fmt::Display for Location {
             query => write!(f, "?{query}"),
         }
     }
+}
+
+/// Whether a name may be one of a bucket or a container: letters, digits, `-`, `.` and `_`.
+fn is_bucket(name: &str) -> bool {
+    let is_allowed = |of: char| of.is_ascii_alphanumeric() || ['-', '.', '_'].contains(&of);
+    name.chars().all(is_allowed)
 }
 
 /// Host and port of a Redis server.
@@ -216,16 +244,6 @@ fn directory(rest: &str) -> Result<Location, &'static str> {
         path: path.to_owned(),
         query: String::new(),
     })
-}
-
-/// The URL for a message: nothing before an `@` is shown.
-fn without_credentials(url: &str) -> String {
-    let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
-    let host_end = rest.find('/').unwrap_or(rest.len());
-    match rest[..host_end].rfind('@').or_else(|| rest.rfind('@')) {
-        Some(at) if scheme != "file" => format!("{scheme}://...{}", &rest[at..]),
-        _ => url.to_owned(),
-    }
 }
 
 #[cfg(test)]
@@ -277,7 +295,6 @@ mod tests {
             "s3:///prefix",
             "s3://bucket/a//b",
             "s3://bucket/../b",
-            "s3://bucket/a?region=x",
             "redis://host:port",
             "redis://host/name",
             "redis://a:7000,,b:7000",
@@ -298,10 +315,25 @@ mod tests {
             "s3://key:hunter2@bucket/p",
             "x://a:hunter2/b@host",
             "mooncake://host/p?metadata=http://key:hunter2@other",
+            "s3://AKIA:hun/hunter2@bucket/p",
+            "s3://AKIA/hunter2@bucket/p",
+            "gs://AKIA:hunter2/bucket",
+            "az://AKIA:hunter2",
+            "s3://AKIA:hunter2%40bucket/p",
+            "s3://hunter2+x=/bucket",
+            "az://container/p?sig=hunter2",
+            "redis://user:1/0/hunter2@host",
+            "file://user:hunter2@host/path",
+            "s3:/AKIA:hunter2@bucket",
         ] {
             let text = refused(url);
             assert!(!text.contains("hunter2"), "{text}");
         }
         assert!(refused("redis://:hunter2@host").contains("REDIS_PASSWORD"));
+        assert!(refused("s3://AKIA:hunter2/p").contains("AWS_SECRET_ACCESS_KEY"));
+        let parameters = refused("s3://bucket/a?region=x");
+        assert!(parameters.contains("AWS_ENDPOINT_URL"), "{parameters}");
+        let path = "file:///mnt/a@b?c";
+        assert_eq!(Location::parse(path).unwrap().to_string(), path);
     }
 }

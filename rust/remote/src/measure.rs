@@ -63,8 +63,7 @@ pub struct OfSize {
 }
 
 /// Writes about `total` bytes of objects of each size, reads them, and removes them. `progress` gets each size's rates.
-/// Once it returns false, no further size follows. `stopped` ends the measurement at the next object, and the objects
-/// are removed.
+/// `stopped` ends the measurement at the next object, and the objects are removed.
 ///
 /// # Errors
 /// If the store fails, there is no memory, or `stopped` is true. If the store fails, objects may stay, which
@@ -74,8 +73,10 @@ pub fn measure(
     sizes: &[u64],
     total: u64,
     stopped: &AtomicBool,
-    mut progress: impl FnMut(&OfSize) -> bool,
+    mut progress: impl FnMut(&OfSize),
 ) -> Result<Measured> {
+    // The store may have to start first. The calls below report its failure.
+    let _ = objects.greet();
     let mut rates = Vec::with_capacity(sizes.len());
     for size in sizes {
         let samples = Samples::new(objects, *size, total, stopped)?;
@@ -83,11 +84,8 @@ pub fn measure(
         let removed = objects.delete(&samples.paths());
         let rate = rate?;
         removed?;
-        let goes_on = progress(&rate);
+        progress(&rate);
         rates.push(rate);
-        if !goes_on {
-            break;
-        }
     }
     let reads = rates.iter().map(|rate| rate.get_bytes_per_s);
     let best = reads.fold(0.0, f64::max);

@@ -32,9 +32,9 @@ const STALL: Duration = Duration::from_secs(1);
 /// A call with an object's bytes ends within this time plus the time of its bytes at the least rate.
 const TRANSFER: Duration = Duration::from_secs(2);
 const SLOWEST: u64 = 16 << 20;
-/// The client's start, with its own attempts to reach the master.
-const START_LIMIT: Duration = Duration::from_secs(20);
-/// Least time between the starts of two helpers, if the first cannot be used.
+/// A list, or the wait for a helper's start.
+const PATIENT: Duration = Duration::from_secs(20);
+/// Least time between the starts of two helpers, if the first cannot be used or started.
 const RESTART: Duration = Duration::from_secs(1);
 /// Bytes that are copied between two checks whether the store must end.
 const PIECE: u64 = 1 << 20;
@@ -48,8 +48,8 @@ pub(crate) struct MooncakeStore {
     helper: Mutex<Running>,
 }
 
-/// The present helper, and the time of its start.
-type Running = Option<(Arc<Helper>, Instant)>;
+/// The present helper, or why it was not started, and the time of its start.
+type Running = Option<(Result<Arc<Helper>>, Instant)>;
 
 impl std::fmt::Debug for MooncakeStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -77,24 +77,26 @@ impl MooncakeStore {
         paths.iter().map(|path| self.key(path)).collect()
     }
 
-    /// A helper that is connected to the store. Starts one if there is none that can be used.
-    fn helper(&self, deadline: Instant) -> Result<Arc<Helper>> {
+    /// A helper that is connected to the store. Starts one if there is none that can be used. Waits for its start until
+    /// `patience`.
+    fn helper(&self, patience: Instant) -> Result<Arc<Helper>> {
         let mut running = self.helper.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
         let helper = match &*running {
-            Some((helper, since)) if helper.is_usable() || since.elapsed() < RESTART => {
-                Arc::clone(helper)
-            }
+            Some((Ok(helper), _)) if helper.is_usable(now) => Ok(Arc::clone(helper)),
+            Some((last, since)) if now.duration_since(*since) < RESTART => last.clone(),
             old => {
-                if let Some((helper, _)) = old {
+                if let Some((Ok(helper), _)) = old {
                     helper.end();
                 }
-                let helper = self.start()?;
-                *running = Some((Arc::clone(&helper), Instant::now()));
+                let helper = self.start();
+                *running = Some((helper.clone(), Instant::now()));
                 helper
             }
         };
         drop(running);
-        helper.ready(deadline)?;
+        let helper = helper?;
+        helper.ready(patience)?;
         Ok(helper)
     }
 
@@ -112,13 +114,14 @@ impl MooncakeStore {
         Helper::start(&settings, self.buffer.arena.fd())
     }
 
+    /// The answer to a request. While the helper starts, the request fails at once: the start may take minutes.
     fn ask(
         &self,
         request: &Request,
         slot: Option<Slot>,
         deadline: Instant,
     ) -> Result<(Answer, Option<Slot>)> {
-        let helper = self.helper(deadline)?;
+        let helper = self.helper(Instant::now())?;
         helper.ask(request, slot)?.wait(&helper, deadline)
     }
 
@@ -160,7 +163,7 @@ impl Objects for MooncakeStore {
 
     /// Starts the helper.
     fn greet(&self) -> Result<()> {
-        self.helper(Instant::now() + START_LIMIT)?;
+        self.helper(Instant::now() + PATIENT)?;
         self.probe(&["check/none".to_owned()]).map(drop)
     }
 
@@ -217,12 +220,13 @@ impl Objects for MooncakeStore {
 
     /// Mooncake's objects have no time, so they count as new.
     fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
-        let (prefix, patience) = (self.key(below), Instant::now() + START_LIMIT);
+        let (prefix, patience) = (self.key(below), Instant::now() + PATIENT);
+        self.helper(patience)?;
         let (listed, _) = self.ask(&Request::List { prefix }, None, patience)?;
         for keys in listed.names.chunks(LISTED) {
             let keys = keys.to_vec();
             let request = Request::Sizes { keys };
-            let deadline = Instant::now() + START_LIMIT;
+            let deadline = Instant::now() + PATIENT;
             let (sizes, _) = self.ask(&request, None, deadline)?;
             let Request::Sizes { keys } = request else {
                 unreachable!("it was made above")
@@ -282,7 +286,7 @@ impl Drop for MooncakeStore {
     fn drop(&mut self) {
         let running = self.helper.get_mut();
         let running = running.unwrap_or_else(PoisonError::into_inner);
-        if let Some((helper, _)) = running.take() {
+        if let Some((Ok(helper), _)) = running.take() {
             helper.close();
         }
     }

@@ -7,6 +7,7 @@ use undercroft_core::remote::RemoteError;
 use crate::body::Body;
 use crate::check::{Finding, advice};
 use crate::receiver::Receiver;
+use crate::redact::redacted;
 
 /// The error of an operation: its kind, and the store's own text for the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,11 +21,11 @@ pub struct StoreError {
 }
 
 impl StoreError {
-    /// An error with the store's own text.
+    /// An error with the store's own text, without credentials in its URLs.
     pub fn new(kind: RemoteError, detail: impl std::fmt::Display) -> Self {
         Self {
             kind,
-            detail: detail.to_string(),
+            detail: redacted(&detail.to_string()),
             advice: None,
         }
     }
@@ -146,9 +147,15 @@ pub trait Objects: Send + Sync + std::fmt::Debug {
         false
     }
 
-    /// Whether an object with this time of modification is put again when it is read.
+    /// Whether an object with this time of modification becomes new again when it is read.
     fn renews(&self, _modified: SystemTime) -> bool {
         false
+    }
+
+    /// Most bytes a second of old objects that the pool may put again after it has read them; 0 for no limit. `None`
+    /// if the pool puts no object again: the store itself makes old objects new, or this host only reads.
+    fn renew_rate(&self) -> Option<u64> {
+        None
     }
 
     /// Findings on the store's settings.

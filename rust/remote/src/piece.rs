@@ -2,6 +2,7 @@
 
 use undercroft_core::arena::{Arena, OutOfBounds};
 use undercroft_core::checksum::RunningChecksum;
+use undercroft_core::copy::write_once;
 
 /// A run of bytes.
 #[derive(Clone, Copy)]
@@ -46,8 +47,9 @@ impl Piece<'_> {
         }
     }
 
-    /// Copies the bytes into an arena, and adds them to a checksum. If another process may change the source, the bytes
-    /// of the copy are added.
+    /// Copies the bytes into an arena, and adds them to a checksum. Bytes that have just arrived are in the processor's
+    /// caches. Their copy bypasses the caches: it is larger than them, and this processor does not read it again soon.
+    /// If another process may change the source, the bytes of the copy are added.
     pub(crate) fn write_to(
         &self,
         arena: &Arena,
@@ -56,13 +58,12 @@ impl Piece<'_> {
     ) -> Result<(), OutOfBounds> {
         match self {
             Self::Bytes(bytes) => {
-                arena.write(offset, bytes)?;
-                sum.update(bytes);
-                Ok(())
+                sum.update_cached(bytes);
+                write_once(arena, offset, bytes)
             }
             Self::Shared(from, place, len) => {
                 arena.copy_from(offset, from, *place, *len)?;
-                arena.sum_running(sum, offset, *len)
+                arena.sum_cached(sum, offset, *len)
             }
         }
     }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use undercroft_core::arena::Arena;
 use undercroft_core::cipher::PayloadCipher;
+use undercroft_core::copy::Routine;
 use undercroft_core::io::Waker;
 use undercroft_core::panics::contained;
 use undercroft_core::remote::{
@@ -17,23 +18,79 @@ use undercroft_core::remote::{
 use crate::body::Body;
 use crate::objects::{Objects, Result, StoreError};
 use crate::receiver::Receiver;
+use crate::renewals::{Copied, Renewals};
 use crate::sealed::seal_object;
 
 /// Longest wait of a pool's drop for calls that may still access the arena.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 
-/// Puts use at most one in this many threads, so that reads always have the other threads.
-const PUT_SHARE: usize = 4;
+/// Writes use at most one in this many threads, so that reads always have the other threads.
+const WRITE_SHARE: usize = 4;
 
-/// The pending requests. Probes precede gets, and gets precede puts.
+/// Most pending removals of corrupt objects. Further corrupt objects stay until they are old.
+const REMOVALS_MAX: usize = 64;
+
+/// Work for one thread.
+#[derive(Debug)]
+enum Work {
+    Request(RemoteRequest),
+    /// Removes a corrupt object, after the completion of the get that has found it.
+    Remove(String),
+    /// Puts an old object again, after the completion of the get that has read it.
+    Renew(String, Copied),
+}
+
+impl Work {
+    /// Whether the work counts to the writes' share of the threads.
+    fn is_write(&self) -> bool {
+        use RemoteRequest::{Get, Probe};
+        !matches!(self, Self::Request(Probe { .. } | Get { .. }))
+    }
+}
+
+/// The pending work. Probes precede gets, and gets precede writes: removals, then puts, then renewals.
 #[derive(Debug, Default)]
 struct Queue {
     probes: VecDeque<RemoteRequest>,
     gets: VecDeque<RemoteRequest>,
+    removals: VecDeque<String>,
     puts: VecDeque<RemoteRequest>,
-    puts_running: usize,
+    renewals: VecDeque<(String, Copied)>,
+    writes_running: usize,
     running: usize,
     done: Vec<RemoteCompletion>,
+}
+
+impl Queue {
+    /// The next work. `writes_max` is the writes' share of the threads.
+    fn take(&mut self, writes_max: usize) -> Option<Work> {
+        let read = self.probes.pop_front().or_else(|| self.gets.pop_front());
+        let mut work = read.map(Work::Request);
+        if work.is_none() && self.writes_running < writes_max {
+            let removal = self.removals.pop_front().map(Work::Remove);
+            let write = removal.or_else(|| self.puts.pop_front().map(Work::Request));
+            work = write.or_else(|| {
+                let (path, copied) = self.renewals.pop_front()?;
+                Some(Work::Renew(path, copied))
+            });
+            self.writes_running += usize::from(work.is_some());
+        }
+        self.running += usize::from(work.is_some());
+        work
+    }
+
+    /// Adds what follows a get.
+    fn add(&mut self, work: Work) {
+        match work {
+            Work::Request(_) => unreachable!("requests are submitted"),
+            Work::Remove(path) if self.removals.len() < REMOVALS_MAX => {
+                self.removals.push_back(path);
+            }
+            Work::Remove(_) => {}
+            // The room for copies limits the renewals.
+            Work::Renew(path, copied) => self.renewals.push_back((path, copied)),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -43,9 +100,19 @@ struct Shared {
     /// The cipher, if payloads are encrypted.
     cipher: Option<Arc<dyn PayloadCipher>>,
     waker: Waker,
+    renewals: Arc<Renewals>,
     queue: Mutex<Queue>,
-    /// Notified once for each request, and when the pool is dropped. A thread that ends a request takes the next
-    /// request itself, so that no request wakes more than one thread.
+    /// Notified once for each request, and when the pool is dropped. A thread that ends its work takes the next work
+    /// itself, so that no request wakes more than one thread.
+    ///
+    /// No wake-up is lost. Let R be the number of pending reads, plus the pending writes that have a free thread of the
+    /// writes' share. As long as a thread waits, at least R other threads are about to look into the queue:
+    ///
+    /// - A submitted request adds one to R at most, and its notification adds a thread that looks.
+    /// - A thread that ends its work adds itself. It adds one to R at most: the share that it frees, or the one removal
+    ///   or renewal that follows its get.
+    /// - A thread that looks takes work whenever R is above zero, which takes at least one from R. Only with R at zero
+    ///   it waits, and it looks and begins to wait under one lock.
     work: Condvar,
     /// Notified when a request has ended.
     ended: Condvar,
@@ -112,11 +179,13 @@ impl Pool {
         cipher: Option<Arc<dyn PayloadCipher>>,
     ) -> std::io::Result<Self> {
         let threads = objects.parallel();
+        let renewals = Renewals::new(objects.renew_rate());
         let shared = Arc::new(Shared {
             objects,
             arena,
             cipher,
             waker,
+            renewals,
             queue: Mutex::new(Queue {
                 // The first check of the store.
                 running: 1,
@@ -159,9 +228,9 @@ impl RemoteStore for Pool {
         self.shared.objects.name()
     }
 
-    /// Room for further requests. Puts that wait for the puts' share of threads do not count: they delay no read.
+    /// Room for further requests. Puts that wait for the writes' share of threads do not count: they delay no read.
     fn room(&self) -> usize {
-        let puts = self.puts_in_flight.min(self.shared.puts_max());
+        let puts = self.puts_in_flight.min(self.shared.writes_max());
         self.threads
             .len()
             .saturating_sub(self.reads_in_flight + puts)
@@ -185,7 +254,7 @@ impl RemoteStore for Pool {
     fn drain(&mut self, out: &mut Vec<RemoteCompletion>) {
         let mut queue = self.shared.lock();
         out.append(&mut queue.done);
-        let puts = queue.puts.len() + queue.puts_running;
+        let puts = queue.puts.len() + queue.writes_running;
         let all = queue.probes.len() + queue.gets.len() + queue.puts.len() + queue.running;
         drop(queue);
         (self.puts_in_flight, self.reads_in_flight) = (puts, all - puts);
@@ -221,63 +290,76 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn puts_max(&self) -> usize {
-        (self.objects.parallel() / PUT_SHARE).max(1)
+    fn writes_max(&self) -> usize {
+        (self.objects.parallel() / WRITE_SHARE).max(1)
     }
 
-    /// A thread: one request after the other, until the pool is dropped.
+    /// A thread: one piece of work after the other, until the pool is dropped.
     fn work(&self) {
-        while let Some(request) = self.next() {
-            let token = request.token();
-            let is_put = matches!(request, RemoteRequest::Put { .. });
+        while let Some(work) = self.next() {
+            let is_write = work.is_write();
             let mut after = None;
-            let result = contained(|| Some(self.carry_out(request, &mut after)))
-                .unwrap_or(Err(RemoteError::Unreachable.into()));
-            self.note(&result);
+            let done = match work {
+                Work::Request(request) => {
+                    let token = request.token();
+                    let result = contained(|| Some(self.carry_out(request, &mut after)))
+                        .unwrap_or(Err(RemoteError::Unreachable.into()));
+                    self.note(&result);
+                    let result = result.map_err(|error| error.kind);
+                    Some(RemoteCompletion { token, result })
+                }
+                Work::Remove(path) => {
+                    // Without the permission to remove it, the object is removed when it is old.
+                    contained(|| self.objects.delete(&[path]).ok());
+                    None
+                }
+                Work::Renew(path, copied) => {
+                    self.renew(&path, &copied);
+                    None
+                }
+            };
             let mut queue = self.lock();
             queue.running -= 1;
-            queue.puts_running -= usize::from(is_put);
-            let result = result.map_err(|error| error.kind);
-            queue.done.push(RemoteCompletion { token, result });
+            queue.writes_running -= usize::from(is_write);
+            queue.done.extend(done);
+            if let Some(after) = after {
+                queue.add(after);
+            }
             drop(queue);
             self.ended.notify_one();
+            // There is a completion, or more room.
             self.waker.wake();
-            if let Some((path, bytes)) = after
-                && !self.stop.load(Ordering::Relaxed)
-            {
-                // A failed renewal is no error: the object is removed when its time to live is over.
-                let _ = self.objects.put(&path, &Body::bytes(&bytes), false);
-            }
         }
     }
 
-    fn next(&self) -> Option<RemoteRequest> {
+    /// A renewal that fails is no error: the object is removed when its time to live is over.
+    fn renew(&self, path: &str, copied: &Copied) {
+        if self.renewals.is_paused(Instant::now()) {
+            return;
+        }
+        let body = Body::bytes(&copied.bytes);
+        let put = contained(|| self.objects.put(path, &body, false).ok());
+        if put.is_none() {
+            self.renewals.pause(Instant::now());
+        }
+    }
+
+    fn next(&self) -> Option<Work> {
         let mut queue = self.lock();
         loop {
             if self.stop.load(Ordering::Relaxed) {
                 return None;
             }
-            let read = queue.probes.pop_front();
-            let mut request = read.or_else(|| queue.gets.pop_front());
-            if request.is_none() && queue.puts_running < self.puts_max() {
-                request = queue.puts.pop_front();
-                queue.puts_running += usize::from(request.is_some());
-            }
-            if let Some(request) = request {
-                queue.running += 1;
-                return Some(request);
+            if let Some(work) = queue.take(self.writes_max()) {
+                return Some(work);
             }
             let waited = self.work.wait(queue);
             queue = waited.unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// Carries out a request. `after` gets an object to put again.
-    fn carry_out(
-        &self,
-        request: RemoteRequest,
-        after: &mut Option<(String, Vec<u8>)>,
-    ) -> Result<RemoteDone> {
+    /// Carries out a request. `after` gets the work that follows the completion.
+    fn carry_out(&self, request: RemoteRequest, after: &mut Option<Work>) -> Result<RemoteDone> {
         match request {
             RemoteRequest::Probe { keys, .. } => {
                 let paths: Vec<String> = keys.iter().map(|key| self.path(key)).collect();
@@ -294,16 +376,16 @@ impl Shared {
                     }
                     None => Receiver::segment(arena, &expect, &parts, stop),
                 };
+                receiver.renewed_by(&self.renewals);
                 let got = self.objects.get(&path, &mut receiver);
                 let kept = receiver.take_kept();
                 let sums = got.and_then(|()| receiver.finish());
-                if matches!(&sums, Err(error) if error.kind == RemoteError::Corrupt) {
-                    // Without the permission to remove it, the object is removed when it is old.
-                    let _ = self.objects.delete(std::slice::from_ref(&path));
-                }
-                let sums = sums?;
-                *after = kept.map(|bytes| (path, bytes));
-                Ok(RemoteDone::Got(sums))
+                *after = match &sums {
+                    Ok(_) => kept.map(|copied| Work::Renew(path, copied)),
+                    Err(error) if error.kind == RemoteError::Corrupt => Some(Work::Remove(path)),
+                    Err(_) => None,
+                };
+                sums.map(RemoteDone::Got)
             }
             RemoteRequest::Put {
                 key,
@@ -343,6 +425,8 @@ impl Shared {
 
     /// Checks whether the store answers, before there is a request: credentials may have to be fetched first.
     fn greet(&self) {
+        // The first measurement of the routines takes some tens of milliseconds: here, no request waits for it.
+        Routine::fastest();
         let found = contained(|| Some(self.objects.greet()));
         self.note(&found.unwrap_or(Err(RemoteError::Unreachable.into())));
         self.lock().running -= 1;

@@ -4,18 +4,21 @@ use std::borrow::Cow;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+#[cfg(feature = "s3")]
+use std::time::Instant;
 
 use rustix::io::Errno;
 use undercroft_core::arena::Arena;
 use undercroft_core::checksum::RunningChecksum;
 use undercroft_core::cipher::{PayloadCipher, SEAL_BYTES};
-use undercroft_core::remote::segment::verify_as;
+use undercroft_core::remote::segment::{SEGMENT_ALIGN, verify_as};
 use undercroft_core::remote::{
     ENCRYPTED_VERSION, Expected, REMOTE_VERSION, RemoteError, RemotePart,
 };
 
 use crate::objects::{Result, StoreError};
 use crate::piece::Piece;
+use crate::renewals::{Copied, Renewals};
 use crate::sealed::{Unsealing, sealed};
 
 /// A file is read in pieces of this size in bytes: its checksum is computed while a piece is in the processor's cache.
@@ -31,8 +34,9 @@ pub struct Receiver<'a> {
     /// Number of bytes that have arrived.
     at: u64,
     stop: Option<&'a AtomicBool>,
+    renewals: Option<&'a Arc<Renewals>>,
     /// A copy of all bytes, for an object that is put again.
-    kept: Option<Vec<u8>>,
+    kept: Option<Copied>,
 }
 
 #[derive(Debug)]
@@ -146,6 +150,7 @@ impl<'a> Receiver<'a> {
             target,
             at: 0,
             stop,
+            renewals: None,
             kept: None,
         }
     }
@@ -166,15 +171,25 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    /// Keeps a copy of the bytes that arrive.
-    #[cfg(feature = "s3")]
-    pub(crate) fn keep(&mut self) {
-        self.kept = Some(Vec::with_capacity(self.wanted() as usize));
+    /// Lets [`Receiver::keep`] keep a copy.
+    pub(crate) fn renewed_by(&mut self, renewals: &'a Arc<Renewals>) {
+        self.renewals = Some(renewals);
     }
 
-    /// The copy, if the whole object has arrived.
-    pub(crate) fn take_kept(&mut self) -> Option<Vec<u8>> {
-        self.kept.take()
+    /// Keeps a copy of the bytes that arrive, if there is room for it.
+    #[cfg(feature = "s3")]
+    pub(crate) fn keep(&mut self) {
+        let room = self.wanted().next_multiple_of(SEGMENT_ALIGN);
+        self.kept = (self.renewals).and_then(|renewals| renewals.copy(room, Instant::now()));
+    }
+
+    /// The copy of the object. Whole only if [`Receiver::finish`] succeeds.
+    pub(crate) fn take_kept(&mut self) -> Option<Copied> {
+        let mut kept = self.kept.take()?;
+        // The zeros after the last payload are not read.
+        let whole = kept.bytes.len().next_multiple_of(SEGMENT_ALIGN as usize);
+        kept.bytes.resize(whole, 0);
+        Some(kept)
     }
 
     /// Takes the bytes that follow. Returns whether more are wanted.
@@ -199,7 +214,7 @@ impl<'a> Receiver<'a> {
         let at = self.at;
         self.at += piece.len();
         if let Some(kept) = &mut self.kept {
-            piece.append_to(kept);
+            piece.append_to(&mut kept.bytes);
         }
         match &mut self.target {
             Target::Segment(segment) => segment.take(at, piece)?,
@@ -387,7 +402,7 @@ impl Segment<'_> {
             let to = part.arena_offset + done;
             let count = self.arena.pread(file, at, to, len)? as u64;
             // The range is valid: bytes were just read into it.
-            let summed = self.arena.sum_running(&mut self.running, to, count);
+            let summed = self.arena.sum_cached(&mut self.running, to, count);
             return summed.map(|()| count).map_err(|_| Errno::INVAL);
         };
         let room = unsealing.room(len as usize);

@@ -33,6 +33,8 @@ pub(crate) struct RedisStore {
     servers: Servers,
     prefix: String,
     ttl: Duration,
+    /// Whether a read renews an object's time to live.
+    renews: bool,
 }
 
 impl std::fmt::Debug for RedisStore {
@@ -62,6 +64,7 @@ impl RedisStore {
             servers: servers.map_err(|error| location.refused(error))?,
             prefix: place.prefix,
             ttl: options.ttl.max(Duration::from_secs(1)),
+            renews: options.renew_rate.is_some(),
         })
     }
 
@@ -153,7 +156,7 @@ impl Objects for RedisStore {
             .try_fold(0, |all, bit: Result<u64>| Ok(all | bit?))
     }
 
-    /// A read renews the object's time to live (`remote_ttl`).
+    /// A read renews the object's time to live (`remote_ttl`), unless this host only reads.
     fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()> {
         let key = self.key(path);
         let wanted = isize::try_from(receiver.wanted()).unwrap_or(isize::MAX);
@@ -166,11 +169,14 @@ impl Objects for RedisStore {
                 .arg(wanted - 1)
                 .take()
         };
-        let renew = redis::cmd("EXPIRE")
-            .arg(&key)
-            .arg(self.ttl.as_secs())
-            .take();
-        let asked = [read, renew].map(|command| Keyed::new(&key, command));
+        let second = match self.renews {
+            true => redis::cmd("EXPIRE")
+                .arg(&key)
+                .arg(self.ttl.as_secs())
+                .take(),
+            false => redis::cmd("EXISTS").arg(&key).take(),
+        };
+        let asked = [read, second].map(|command| Keyed::new(&key, command));
         let mut answers = self.servers.ask(&asked)?;
         let exists: bool = value(answers.remove(1))?;
         let bytes: Option<Vec<u8>> = value(answers.remove(0))?;

@@ -1,7 +1,7 @@
 //! The process of Mooncake's client. The client can hang or crash there without harm to this process.
 //!
-//! A range of the shared memory stays in use until its operation has been answered or the process has ended. So a late
-//! transfer never writes into another object's range.
+//! A range of the shared memory stays in use until no transfer of its operation runs any more, as an answer says, or the
+//! process has ended. So a late transfer never writes into another object's range.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, IoSlice, Read, Write};
@@ -10,7 +10,7 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -25,6 +25,10 @@ use crate::objects::{Result, StoreError};
 
 /// A process that has not answered a request for this time is ended.
 const HUNG: Duration = Duration::from_secs(10);
+/// A process that has not started within this time is ended, with some time more for the memory that it lends: it
+/// allocates the memory and registers it with the network cards. 500 GB took 87 seconds in a report.
+const START_LIMIT: Duration = Duration::from_secs(20);
+const START_LIMIT_OF_GIB: Duration = Duration::from_secs(1);
 /// A process whose failed transfers hold this many bytes of the shared memory is ended: they may still be written.
 const HELD_MAX: u64 = super::buffer::BUFFER_BYTES / 2;
 /// Longest time in which the process may disconnect from the store.
@@ -75,6 +79,7 @@ pub(super) struct Helper {
     /// The last line of the process's messages.
     words: Mutex<String>,
     since: Instant,
+    start_limit: Duration,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -93,11 +98,16 @@ fn late() -> StoreError {
 impl Helper {
     /// Starts the process, and two threads that live as long.
     pub(super) fn start(settings: &Start<'_>, memory: BorrowedFd<'_>) -> Result<Arc<Self>> {
+        let python = PYTHON.get().map_or("python3".into(), Clone::clone);
+        Self::start_by(&python, settings, memory)
+    }
+
+    fn start_by(python: &Path, settings: &Start<'_>, memory: BorrowedFd<'_>) -> Result<Arc<Self>> {
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         ours.set_write_timeout(Some(WRITE_LIMIT)).map_err(failed)?;
-        let python = PYTHON.get().map_or("python3".into(), Clone::clone);
+        let socket = Mutex::new(ours.try_clone().map_err(failed)?);
         // -P: no import from the working directory. A process group of its own: Ctrl-C in a terminal does not end it.
-        let mut child = Command::new(&python)
+        let mut child = Command::new(python)
             .args(["-P", "-m", "undercroft.mooncake_helper"])
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
@@ -107,23 +117,29 @@ impl Helper {
             .map_err(|error| failed(format_args!("{}: {error}", python.display())))?;
         let messages = child.stderr.take().expect("it is piped");
         let helper = Arc::new(Self {
-            socket: Mutex::new(ours.try_clone().map_err(failed)?),
+            socket,
             state: Mutex::default(),
             change: Condvar::new(),
             child: Mutex::new(child),
             words: Mutex::default(),
             since: Instant::now(),
+            start_limit: START_LIMIT + START_LIMIT_OF_GIB * (settings.segment >> 30) as u32,
         });
-        let (reader, listener) = (Arc::clone(&helper), Arc::clone(&helper));
-        // A thread that does not start ends the process: its socket is closed with the closure.
-        thread(move || listener.listen(messages))?;
-        thread(move || reader.read(ours))?;
         let line = serde_json::to_string(settings).expect("texts and numbers") + "\n";
-        helper.send_first(line.as_bytes(), memory)?;
+        let (reader, listener) = (Arc::clone(&helper), Arc::clone(&helper));
+        let started = thread(move || listener.listen(messages))
+            .and_then(|()| thread(move || reader.read(ours)))
+            .and_then(|()| helper.send_first(line.as_bytes(), memory));
+        if let Err(error) = started {
+            // The threads end with the process, which nobody may wait for.
+            helper.end();
+            let _ = locked(&helper.child).wait();
+            return Err(error);
+        }
         Ok(helper)
     }
 
-    /// Waits until the process is connected to the store.
+    /// Waits until the process is connected to the store. An error if it is still starting at the deadline.
     pub(super) fn ready(&self, deadline: Instant) -> Result<()> {
         let mut state = locked(&self.state);
         loop {
@@ -132,7 +148,7 @@ impl Helper {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(late());
+                return Err(failed("it is starting"));
             }
             let waited = self.change.wait_timeout(state, left);
             (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
@@ -157,12 +173,13 @@ impl Helper {
     }
 
     /// Whether the process can get requests: it has not ended, and does not hang.
-    pub(super) fn is_usable(&self) -> bool {
+    pub(super) fn is_usable(&self, now: Instant) -> bool {
         let state = locked(&self.state);
         let held: u64 = state.held.iter().map(|slot| slot.len).sum();
         let mut pending = state.pending.values();
-        let hangs = pending.any(|pending| pending.since.elapsed() > HUNG);
-        let starts = state.ready.is_none() && self.since.elapsed() <= HUNG;
+        let hangs = pending.any(|pending| now.saturating_duration_since(pending.since) > HUNG);
+        let age = now.saturating_duration_since(self.since);
+        let starts = state.ready.is_none() && age <= self.start_limit;
         let is_ready = starts || matches!(state.ready, Some(Ok(())));
         is_ready && !state.has_ended && !hangs && held <= HELD_MAX
     }
@@ -219,7 +236,6 @@ impl Helper {
 
     /// A thread: passes answers on until the process has ended.
     fn read(&self, socket: UnixStream) {
-        use RemoteError::{Full, NotFound};
         for line in BufReader::new(socket)
             .lines()
             .map_while(std::io::Result::ok)
@@ -236,11 +252,7 @@ impl Helper {
             let Some(mut pending) = state.pending.remove(&answer.id) else {
                 break;
             };
-            // If the object or room for it is missing, no transfer was begun.
-            let may_come = answer
-                .error()
-                .is_some_and(|error| !matches!(error.kind, NotFound | Full));
-            if may_come {
+            if answer.is_unsettled() {
                 state.held.extend(pending.slot.take());
             }
             // The caller may not wait any more.
@@ -300,4 +312,74 @@ impl Waiting {
 fn thread(work: impl FnOnce() + Send + 'static) -> Result<()> {
     let builder = std::thread::Builder::new().name("undercroft-mc".to_owned());
     builder.spawn(work).map(drop).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use undercroft_core::arena::{ARENA_ALIGN, Arena};
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    /// Starts a process that never answers, with settings of any size.
+    fn start(segment: u64, metadata: &str) -> (Result<Arc<Helper>>, tempfile::TempDir) {
+        let place = tempfile::tempdir().unwrap();
+        let program = place.path().join("python");
+        std::fs::write(&program, "#!/bin/sh\nexec sleep 1000\n").unwrap();
+        let mode = std::fs::Permissions::from_mode(0o700);
+        std::fs::set_permissions(&program, mode).unwrap();
+        let settings = Start {
+            bytes: ARENA_ALIGN,
+            master: "",
+            metadata,
+            segment,
+            protocol: "",
+            device: "",
+            host: "",
+            admin: "",
+        };
+        let memory = Arena::create(ARENA_ALIGN).unwrap();
+        let started = Helper::start_by(&program, &settings, memory.fd());
+        (started, place)
+    }
+
+    #[test]
+    fn a_process_that_lends_much_memory_may_start_longer() {
+        for (segment, limit) in [(0, 20), (500 << 30, 520)] {
+            let (helper, _place) = start(segment, "");
+            let helper = helper.unwrap();
+            let usable = |seconds| helper.is_usable(helper.since + Duration::from_secs(seconds));
+            assert!(usable(limit) && !usable(limit + 1));
+            let error = helper.ready(Instant::now()).unwrap_err();
+            assert_eq!(error.kind, RemoteError::Unreachable);
+            assert!(error.detail.contains("starting"), "{error}");
+            helper.end();
+        }
+    }
+
+    /// Number of this process's threads that serve helpers.
+    fn threads() -> usize {
+        let name = |entry: std::io::Result<std::fs::DirEntry>| {
+            let path = entry.unwrap().path().join("comm");
+            std::fs::read_to_string(path).is_ok_and(|name| name.trim() == "undercroft-mc")
+        };
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+        tasks.map(name).filter(|is| *is).count()
+    }
+
+    #[test]
+    fn a_start_that_fails_leaves_no_process_and_no_thread() {
+        // More than a socket takes before anybody reads.
+        let (started, _place) = start(0, &"m".repeat(4 << 20));
+        let error = started.unwrap_err();
+        assert!(error.detail.contains("takes no settings"), "{error}");
+        let end = Instant::now() + PATIENCE;
+        while threads() > 0 {
+            assert!(Instant::now() < end, "{} threads", threads());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
 }

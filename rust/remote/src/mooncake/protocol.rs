@@ -67,6 +67,8 @@ pub(super) struct Answer {
     /// The kind of the error; empty if there is none.
     error: String,
     detail: String,
+    /// Whether no transfer of the failed request runs any more.
+    settled: bool,
 }
 
 impl Answer {
@@ -83,6 +85,11 @@ impl Answer {
             _ => RemoteError::Unreachable,
         };
         Some(StoreError::new(kind, &self.detail))
+    }
+
+    /// Whether a transfer may still run, although the request has failed.
+    pub(super) fn is_unsettled(&self) -> bool {
+        !self.error.is_empty() && !self.settled
     }
 
     fn unusable(&self, advice: &'static str) -> StoreError {

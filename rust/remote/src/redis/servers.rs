@@ -1,7 +1,8 @@
 //! The servers of a Redis: one server, or the servers of a cluster. Each has connections that are kept between calls.
 //!
 //! Any server of a cluster returns the map of keys to servers. The map is read at the first call, and again after a
-//! server has redirected a caller or has failed. A server outside of a cluster has all keys.
+//! server has redirected a caller or has failed, and after a key had no server. A server outside of a cluster has all
+//! keys.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,7 +15,7 @@ use redis::{
 };
 use undercroft_core::remote::RemoteError;
 
-use super::slots::{Range, ranges, slot};
+use super::slots::{Map, ranges, slot};
 use super::store_error;
 use crate::objects::{Result, StoreError};
 
@@ -54,12 +55,9 @@ struct Server {
     idle: Mutex<Vec<Connection>>,
 }
 
-/// The map of keys to servers.
-type Map = Arc<Vec<Range>>;
-
 #[derive(Default)]
 struct State {
-    map: Option<Map>,
+    map: Option<Arc<Map>>,
     /// Whether the map may be outdated.
     is_stale: bool,
     servers: HashMap<Address, Arc<Server>>,
@@ -104,10 +102,12 @@ impl Servers {
         let map = self.map()?;
         let mut groups: BTreeMap<&Address, Vec<usize>> = BTreeMap::new();
         for (index, command) in commands.iter().enumerate() {
-            let slot = slot(command.key.as_bytes());
-            let range = map.iter().find(|range| range.has(slot));
-            let range = range.ok_or_else(|| failed("no server of the cluster has this key"))?;
-            groups.entry(&range.address).or_default().push(index);
+            let Some(address) = map.server(slot(command.key.as_bytes())) else {
+                // The cluster may be new, or moving the keys to another server.
+                self.lock().is_stale = true;
+                return Err(failed("no server of the cluster has this key"));
+            };
+            groups.entry(address).or_default().push(index);
         }
         let parts = groups.into_iter().map(|(address, indices)| Part {
             address,
@@ -154,7 +154,7 @@ impl Servers {
         server.exchange(&packed, commands.len()).map_err(|error| {
             // In a cluster another server may have taken over its keys.
             let mut state = self.lock();
-            state.is_stale |= state.map.as_ref().is_some_and(|map| map.len() > 1);
+            state.is_stale |= state.map.as_ref().is_some_and(|map| map.is_cluster());
             store_error(error)
         })
     }
@@ -192,14 +192,10 @@ impl Servers {
 
     /// The addresses of all servers that have keys, by the cluster's present map.
     pub(super) fn all(&self) -> Result<Vec<Address>> {
-        let map = self.learn()?;
-        let mut all: Vec<Address> = map.iter().map(|range| range.address.clone()).collect();
-        all.sort();
-        all.dedup();
-        Ok(all)
+        Ok(self.learn()?.servers().0)
     }
 
-    fn map(&self) -> Result<Map> {
+    fn map(&self) -> Result<Arc<Map>> {
         let state = self.lock();
         let (map, is_stale) = (state.map.clone(), state.is_stale);
         drop(state);
@@ -213,40 +209,50 @@ impl Servers {
         Ok(map)
     }
 
-    /// Reads the map: first from the servers of the last map, then from the servers of the URL.
-    fn learn(&self) -> Result<Map> {
+    /// Reads the map from one of the servers of the last map, of their replicas, and of the URL. A server that has just
+    /// started knows only a part of the map, so the most complete map counts.
+    fn learn(&self) -> Result<Arc<Map>> {
         let started = Instant::now();
-        let state = self.lock();
-        let known = state.map.iter().flat_map(|map| map.iter());
-        let mut asked: Vec<Address> = known.map(|range| range.address.clone()).collect();
-        drop(state);
-        asked.dedup();
-        asked.extend(self.named.iter().cloned());
+        let known = self.lock().map.clone();
+        let (mut asked, replicas) = known.map(|map| map.servers()).unwrap_or_default();
+        for address in replicas.iter().chain(&self.named) {
+            if !asked.contains(address) {
+                asked.push(address.clone());
+            }
+        }
         let first = self.first_asked.load(Ordering::Relaxed) % asked.len();
         asked.rotate_left(first);
-        let mut last = None;
+        let (mut best, mut last): (Option<Map>, _) = (None, None);
         for address in &asked {
-            if started.elapsed() >= STALL {
+            let is_complete = best.as_ref().is_some_and(|map| map.missing() == 0);
+            if is_complete || started.elapsed() >= STALL {
                 break;
             }
             match self.map_of(address) {
-                Ok(map) => {
-                    let map = Arc::new(map);
-                    let mut state = self.lock();
-                    (state.map, state.is_stale) = (Some(Arc::clone(&map)), false);
-                    return Ok(map);
+                Ok(map)
+                    if best
+                        .as_ref()
+                        .is_none_or(|best| map.missing() < best.missing()) =>
+                {
+                    best = Some(map);
                 }
+                Ok(_) => {}
                 Err(error) => {
                     self.first_asked.fetch_add(1, Ordering::Relaxed);
                     last = Some(error);
                 }
             }
         }
-        Err(last.unwrap_or_else(|| failed("no server is named")))
+        let Some(best) = best.map(Arc::new) else {
+            return Err(last.unwrap_or_else(|| failed("no server is named")));
+        };
+        let mut state = self.lock();
+        (state.map, state.is_stale) = (Some(Arc::clone(&best)), false);
+        Ok(best)
     }
 
-    /// The map of one server. Outside of a cluster, that server has all keys.
-    fn map_of(&self, address: &Address) -> Result<Vec<Range>> {
+    /// The map of one server.
+    fn map_of(&self, address: &Address) -> Result<Map> {
         let mut command = redis::cmd("CLUSTER");
         command.arg("SLOTS");
         let answer = self.ask_one(address, &[&command])?.pop();
@@ -256,8 +262,9 @@ impl Servers {
                 "the URL names several servers, but {}:{} is in no cluster, or does not tell",
                 address.0, address.1
             ))),
-            Value::ServerError(_) => Ok(vec![Range::all(address.clone())]),
+            Value::ServerError(_) => Ok(Map::Single(address.clone())),
             answer => ranges(answer, &address.0)
+                .map(Map::Cluster)
                 .ok_or_else(|| failed("an answer to CLUSTER SLOTS that has another form")),
         }
     }
@@ -300,6 +307,11 @@ impl Server {
         if let Some(connection) = kept {
             match self.exchange_on(connection, packed, count) {
                 Err(error) if error.is_connection_dropped() && !error.is_timeout() => {}
+                Err(error) if error.is_timeout() => {
+                    // A router may have forgotten all unused connections.
+                    self.lock().clear();
+                    return Err(error);
+                }
                 result => return result,
             }
         }

@@ -1,5 +1,7 @@
 //! The hash slots of a Redis cluster: the slot of a key, and the server of a slot.
 
+use std::collections::HashSet;
+
 use redis::Value;
 
 use super::servers::Address;
@@ -7,26 +9,73 @@ use super::servers::Address;
 /// Slots of a cluster.
 const SLOTS: u16 = 16_384;
 
-/// A run of slots, and their server.
+/// A run of slots, and their servers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Range {
-    pub(super) first: u16,
-    pub(super) last: u16,
+    first: u16,
+    last: u16,
     pub(super) address: Address,
+    /// The server's replicas, one of which may take over.
+    replicas: Vec<Address>,
 }
 
 impl Range {
-    /// All slots.
-    pub(super) fn all(address: Address) -> Self {
-        Self {
-            first: 0,
-            last: SLOTS - 1,
-            address,
+    fn has(&self, slot: u16) -> bool {
+        (self.first..=self.last).contains(&slot)
+    }
+}
+
+/// Which server has which keys.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Map {
+    /// A server outside of a cluster has all keys.
+    Single(Address),
+    /// The slots that a server of a cluster has reported. Some may be missing.
+    Cluster(Vec<Range>),
+}
+
+impl Map {
+    /// The server of a slot.
+    pub(super) fn server(&self, slot: u16) -> Option<&Address> {
+        match self {
+            Self::Single(address) => Some(address),
+            Self::Cluster(ranges) => {
+                let range = ranges.iter().find(|range| range.has(slot));
+                range.map(|range| &range.address)
+            }
         }
     }
 
-    pub(super) fn has(&self, slot: u16) -> bool {
-        (self.first..=self.last).contains(&slot)
+    /// The servers that have keys, in the order of the map, and their replicas.
+    pub(super) fn servers(&self) -> (Vec<Address>, Vec<Address>) {
+        match self {
+            Self::Single(address) => (vec![address.clone()], Vec::new()),
+            Self::Cluster(ranges) => {
+                let unique = |all: Vec<Address>| -> Vec<Address> {
+                    let mut seen = HashSet::new();
+                    let is_first = |address: &Address| seen.insert(address.clone());
+                    all.into_iter().filter(is_first).collect()
+                };
+                let first = ranges.iter().map(|range| range.address.clone());
+                let replicas = ranges.iter().flat_map(|range| range.replicas.clone());
+                (unique(first.collect()), unique(replicas.collect()))
+            }
+        }
+    }
+
+    /// Number of slots that no server has.
+    pub(super) fn missing(&self) -> u32 {
+        match self {
+            Self::Single(_) => 0,
+            Self::Cluster(ranges) => {
+                let slots = |range: &Range| u32::from(range.last) + 1 - u32::from(range.first);
+                u32::from(SLOTS).saturating_sub(ranges.iter().map(slots).sum())
+            }
+        }
+    }
+
+    pub(super) fn is_cluster(&self) -> bool {
+        matches!(self, Self::Cluster(_))
     }
 }
 
@@ -67,10 +116,26 @@ fn range(one: Value, host: &str) -> Option<Range> {
     let Value::Array(fields) = one else {
         return None;
     };
-    let [first, last, Value::Array(server), ..] = &fields[..] else {
+    let [first, last, server, replicas @ ..] = &fields[..] else {
         return None;
     };
-    let [name, port, ..] = &server[..] else {
+    let (first, last) = (number(first)?, number(last)?);
+    (first <= last && last < SLOTS).then_some(Range {
+        first,
+        last,
+        address: address(server, host)?,
+        // The address of a replica may be unknown.
+        replicas: (replicas.iter())
+            .filter_map(|one| address(one, host))
+            .collect(),
+    })
+}
+
+fn address(server: &Value, host: &str) -> Option<Address> {
+    let Value::Array(fields) = server else {
+        return None;
+    };
+    let [name, port, ..] = &fields[..] else {
         return None;
     };
     let name = match name {
@@ -79,11 +144,7 @@ fn range(one: Value, host: &str) -> Option<Range> {
         Value::BulkString(_) | Value::SimpleString(_) | Value::Nil => host.to_owned(),
         _ => return None,
     };
-    Some(Range {
-        first: number(first)?,
-        last: number(last)?,
-        address: (name, number(port)?),
-    })
+    Some((name, number(port)?))
 }
 
 fn number(value: &Value) -> Option<u16> {
@@ -109,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_of_an_answer_are_those_of_its_first_servers() {
+    fn ranges_of_an_answer_have_its_first_server_and_its_replicas() {
         let server = |name: Value, port| Value::Array(vec![name, Value::Int(port)]);
         let text = |text: &str| Value::BulkString(text.as_bytes().to_vec());
         let range = |first, last, servers: Vec<Value>| {
@@ -123,13 +184,17 @@ mod tests {
             ),
             range(100, 16_383, vec![server(Value::Nil, 7002)]),
         ]);
-        let expected = [(0, 99, "a", 7000), (100, 16_383, "asked", 7002)];
-        let expected = expected.map(|(first, last, name, port)| Range {
-            first,
-            last,
-            address: (name.to_owned(), port),
-        });
-        assert_eq!(ranges(answer, "asked").as_deref(), Some(&expected[..]));
+        let [a, replica, asked] = [("a", 7000), ("replica", 7001), ("asked", 7002)]
+            .map(|(name, port)| (name.to_owned(), port));
+        let found = ranges(answer, "asked").unwrap();
+        let map = Map::Cluster(found.clone());
+        assert_eq!(map.server(99), Some(&a));
+        assert_eq!(map.server(100), Some(&asked));
+        assert_eq!(map.servers().1, [replica]);
+        assert_eq!(map.missing(), 0);
+        assert_eq!(Map::Cluster(found[..1].to_vec()).missing(), 16_284);
+        let single = Map::Single(asked);
+        assert_eq!((single.missing(), single.is_cluster()), (0, false));
         assert_eq!(ranges(Value::Int(1), "asked"), None);
         let without_port = range(0, 1, vec![Value::Array(vec![text("a")])]);
         assert_eq!(ranges(Value::Array(vec![without_port]), "asked"), None);

@@ -1,8 +1,8 @@
-//! What every store does.
+//! The tests that every store must pass.
 
 use std::collections::HashSet;
 
-use undercroft_core::remote::{ObjectKey, RemoteDone, RemoteError, RemoteRequest, RemoteStore};
+use undercroft_core::remote::{ObjectKey, RemoteDone, RemoteError, RemoteRequest};
 use undercroft_remote::{Body, Entry};
 
 use crate::rig::{LENS, Rig, Segment};
@@ -56,7 +56,7 @@ pub(crate) fn what_is_not_there_is_not_found(mut rig: Rig) {
     let segment = Segment::new(5);
     assert_eq!(rig.get_all(&segment), Err(RemoteError::NotFound));
     assert_eq!(rig.probe(vec![segment.key]), Ok(RemoteDone::Present(0)));
-    // Another length of the same chain is another object.
+    // An object with another number of hash blocks is another object.
     rig.put(&segment, true).unwrap();
     let longer = ObjectKey {
         hash_blocks: 8,
@@ -86,12 +86,7 @@ fn corrupt(rig: &mut Rig, segment: &Segment, bytes: &[u8]) {
     let path = segment.key.path();
     rig.objects.put(&path, &Body::bytes(bytes), false).unwrap();
     assert_eq!(rig.get_all(segment), Err(RemoteError::Corrupt));
-    let found = rig.probe(vec![segment.key]);
-    assert_eq!(
-        found,
-        Ok(RemoteDone::Present(0)),
-        "a corrupt object is removed"
-    );
+    rig.wait_until_gone(&path);
 }
 
 pub(crate) fn another_object_under_the_name_is_corrupt_and_goes(mut rig: Rig) {
@@ -108,7 +103,7 @@ pub(crate) fn a_changed_payload_is_corrupt_and_goes(mut rig: Rig) {
         bytes[*offset as usize + len as usize - 1] ^= 1;
         corrupt(&mut rig, &segment, &bytes);
     }
-    // Zeros behind a payload belong to nothing.
+    // The zeros after a payload belong to no payload.
     let mut bytes = segment.bytes();
     bytes[offsets[2] as usize + 1] ^= 1;
     let path = segment.key.path();
@@ -126,7 +121,7 @@ pub(crate) fn an_object_that_ends_early_is_corrupt(mut rig: Rig) {
 
 pub(crate) fn every_request_of_many_ends_once(mut rig: Rig) {
     let segments: Vec<Segment> = (0..40).map(Segment::new).collect();
-    // All are put from one place: they differ by name and namespace alone.
+    // All are put from the same place: they differ only by name and namespace.
     let parts = rig.fill(&segments[0], 0);
     let mut open = HashSet::new();
     for segment in &segments {
@@ -154,8 +149,7 @@ pub(crate) fn every_request_of_many_ends_once(mut rig: Rig) {
         }
     }
     assert_eq!(stored, segments.len());
-    let room = rig.pool.as_ref().unwrap().room();
-    assert_eq!(room, rig.objects.parallel(), "nothing is in flight");
+    rig.wait_until_idle();
     for segment in &segments {
         let expected = Segment {
             header: SegmentOf(segment, &segments[0]).described(),
@@ -166,7 +160,7 @@ pub(crate) fn every_request_of_many_ends_once(mut rig: Rig) {
     }
 }
 
-/// A segment by the name of the first, with the payloads of the second.
+/// A segment with the name of the first segment and the payloads of the second.
 struct SegmentOf<'a>(&'a Segment, &'a Segment);
 
 impl SegmentOf<'_> {
@@ -223,7 +217,7 @@ pub(crate) fn objects_are_listed_and_removed(mut rig: Rig) {
     if rig.objects.expires() {
         return;
     }
-    // The third is as it was listed; the fourth is larger now, the fifth newer than listed.
+    // The third object is unchanged since the list. The fourth is larger now, and the fifth is newer.
     let mut entries = found[2..].to_vec();
     let larger = [segments[3].bytes(), vec![0; 4096]].concat();
     let path = segments[3].key.path();
@@ -256,7 +250,7 @@ pub(crate) fn dropping_the_pool_ends_its_operations(mut rig: Rig) {
         });
     }
     drop(rig.pool.take());
-    // Nothing but this test and the pool's callers had the arena.
+    // Only this test still has the arena.
     assert_eq!(std::sync::Arc::strong_count(&rig.arena), 1);
 }
 

@@ -1,4 +1,4 @@
-//! What an object store does besides.
+//! Tests of an object store alone.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -6,7 +6,7 @@ use undercroft_core::remote::RemoteError;
 use undercroft_remote::{Body, Health, Location, Options};
 
 use crate::child::{child, url_of_parent};
-use crate::rig::{Rig, Segment, s3_url};
+use crate::rig::{Rig, Segment, options, s3_url};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -37,7 +37,7 @@ fn an_old_object_that_is_read_becomes_new() {
     let Some(url) = url() else { return };
     let location = Location::parse(&url).unwrap();
     let ttl = Duration::from_secs(2);
-    let objects = undercroft_remote::open(&location, Options { ttl }).unwrap();
+    let objects = undercroft_remote::open(&location, options(ttl)).unwrap();
     let mut rig = Rig::over(objects, Box::new(()));
     let segment = Segment::new(1);
     rig.put(&segment, true).unwrap();
@@ -91,7 +91,7 @@ fn wrong_credentials_and_a_missing_bucket_are_told() {
     assert!(error.detail.contains("NoSuchBucket"), "{error}");
 }
 
-/// Run by the test above.
+/// The test above runs this one.
 #[test]
 #[ignore = "a part of another test"]
 fn with_wrong_credentials() {

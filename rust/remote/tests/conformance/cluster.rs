@@ -4,8 +4,9 @@ use std::time::{Duration, Instant};
 
 use undercroft_core::remote::{RemoteDone, RemoteError};
 
+use crate::child::free_port;
 use crate::rig::{Rig, Segment};
-use crate::server::{Redis, free_port};
+use crate::server::Redis;
 
 /// Three servers, each of which has a third of the keys.
 struct Cluster {
@@ -14,7 +15,7 @@ struct Cluster {
 }
 
 impl Cluster {
-    /// The first slot of each server, and one behind the last.
+    /// The first slot of each server, and the slot after the last slot.
     const BOUNDS: [u16; 4] = [0, 5461, 10_923, 16_384];
 
     fn start() -> Result<Self, String> {
@@ -64,13 +65,13 @@ impl Cluster {
     }
 
     fn url(&self, prefix: &str) -> String {
-        // The last one need not answer.
+        // The URL does not name the last server.
         let ports = [self.servers[1].port(), self.servers[0].port()];
         let [a, b] = ports.map(|port| format!("127.0.0.1:{port}"));
         format!("redis://{a},{b}/0/{prefix}")
     }
 
-    /// The slot of a key, and the places of the server that has it and of another one.
+    /// The slot of a key, the place of the key's server, and the place of another server.
     fn place_of(&self, key: &str) -> (u16, usize, usize) {
         let answer = self.servers[0].say(&format!("CLUSTER KEYSLOT {key}"));
         let slot: u16 = answer.trim_start_matches(':').trim().parse().unwrap();
@@ -170,7 +171,7 @@ fn a_call_that_was_sent_to_another_server_is_the_last_one_to_be_sent() {
 #[test]
 fn the_keys_of_a_server_that_ends_are_unreachable_and_the_others_stay() {
     let Some(mut cluster) = start() else { return };
-    // The others answer for their keys although some are missing.
+    // The remaining servers answer for their own keys although other keys are missing.
     for server in &cluster.servers {
         server.say("CONFIG SET cluster-require-full-coverage no");
     }
@@ -209,4 +210,80 @@ fn several_servers_that_are_no_cluster_are_told() {
     assert_eq!(rig.get_all(&Segment::new(1)), Err(RemoteError::Unreachable));
     let last = rig.pool.as_ref().unwrap().last_result().get();
     assert!(format!("{last:?}").contains("is in no cluster"), "{last:?}");
+}
+
+/// A server of a cluster of one shard.
+fn one_of_cluster(place: &std::path::Path, name: &str) -> Option<(Redis, u16)> {
+    let (dir, bus) = (place.join(name), free_port());
+    std::fs::create_dir(&dir).unwrap();
+    let server = Redis::start(&[
+        "--dir",
+        dir.to_str().unwrap(),
+        "--cluster-enabled",
+        "yes",
+        "--cluster-port",
+        &bus.to_string(),
+        "--repl-diskless-sync-delay",
+        "0",
+    ]);
+    let server = server.inspect_err(|reason| eprintln!("skipped: {reason}"));
+    Some((server.ok()?, bus))
+}
+
+fn wait_until(mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(30);
+    while !is_so() {
+        assert!(Instant::now() < end);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_replica_that_takes_over_the_only_shard_is_found() {
+    let place = tempfile::tempdir().unwrap();
+    let (Some((primary, _)), Some((replica, bus))) = (
+        one_of_cluster(place.path(), "primary"),
+        one_of_cluster(place.path(), "replica"),
+    ) else {
+        return;
+    };
+    primary.say("CLUSTER ADDSLOTSRANGE 0 16383");
+    primary.say(&format!("CLUSTER MEET 127.0.0.1 {} {bus}", replica.port()));
+    let known = id(&primary);
+    wait_until(|| {
+        replica
+            .say("CLUSTER NODES")
+            .contains(&format!("{known} 127.0.0.1"))
+    });
+    replica.say(&format!("CLUSTER REPLICATE {known}"));
+    wait_until(|| {
+        replica
+            .say("INFO replication")
+            .contains("master_link_status:up")
+    });
+    wait_until(|| primary.say("CLUSTER SLOTS").contains(&id(&replica)));
+    // The URL does not name the replica.
+    let mut rig = Rig::new(&primary.url(), Box::new(())).unwrap();
+    let segment = Segment::new(1);
+    rig.put(&segment, true).unwrap();
+    assert_eq!(primary.say("WAIT 1 10000"), ":1\r\n");
+    drop(primary);
+    replica.say("CLUSTER FAILOVER TAKEOVER");
+    wait_until(|| replica.say("ROLE").contains("master"));
+    wait_until(|| rig.get_all(&segment).is_ok());
+}
+
+#[test]
+fn a_cluster_that_is_still_being_formed_is_used_as_soon_as_it_has_all_keys() {
+    let place = tempfile::tempdir().unwrap();
+    let Some((server, _)) = one_of_cluster(place.path(), "server") else {
+        return;
+    };
+    let mut rig = Rig::new(&server.url(), Box::new(())).unwrap();
+    let keys: Vec<_> = (0..64).map(|number| Segment::new(number).key).collect();
+    assert_eq!(rig.probe(keys.clone()), Err(RemoteError::Unreachable));
+    server.say("CLUSTER ADDSLOTSRANGE 0 8191");
+    assert_eq!(rig.probe(keys.clone()), Err(RemoteError::Unreachable));
+    server.say("CLUSTER ADDSLOTSRANGE 8192 16383");
+    wait_until(|| rig.probe(keys.clone()) == Ok(RemoteDone::Present(0)));
 }

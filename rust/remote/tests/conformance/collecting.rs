@@ -1,11 +1,12 @@
-//! Removing objects.
+//! The removal of old objects.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
+use undercroft_core::remote::RemoteError;
 use undercroft_remote::gc::{Limits, Report, collect};
-use undercroft_remote::{Body, Entry, Location, Objects, Options};
+use undercroft_remote::{Body, Entry, Location, Objects, Options, Receiver, Result};
 
 const MIB: usize = 1 << 20;
 
@@ -49,15 +50,13 @@ impl Place {
     }
 
     fn collect(&self, limits: Limits) -> Report {
-        collect(&*self.objects, &limits, |_, _| true).unwrap()
+        collect(&*self.objects, &limits, &AtomicBool::new(false), |_, _| ()).unwrap()
     }
 }
 
-fn path(number: u64) -> String {
-    format!(
-        "1/0123456789abcdef0123456789abcdef/{:02x}/{number:064x}-8",
-        number % 4
-    )
+pub(crate) fn path(number: u64) -> String {
+    let first = number % 4;
+    format!("1/0123456789abcdef0123456789abcdef/{first:02x}/{first:02x}{number:062x}-8")
 }
 
 fn limits(max_bytes: Option<usize>, max_age: Option<u64>) -> Limits {
@@ -78,7 +77,7 @@ fn paths(numbers: impl IntoIterator<Item = u64>) -> Vec<String> {
 #[test]
 fn the_oldest_go_until_the_rest_fits() {
     let place = Place::new();
-    // Their order by name is not that by age.
+    // The order of the objects by name differs from their order by age.
     for number in 0..32 {
         place.put(number, 1000 + (number * 7 % 32) * 100);
     }
@@ -124,7 +123,7 @@ fn the_old_go_though_there_is_room_and_the_young_stay_though_there_is_none() {
     assert_eq!(place.listed(), paths(3..5));
 }
 
-/// Two at once, while writers renew some of the old objects and write new ones.
+/// Two collections run at once, while writers renew some old objects and write new objects.
 #[test]
 fn nothing_that_was_just_written_goes_and_two_at_once_remove_no_more_than_one() {
     let place = Place::new();
@@ -138,7 +137,7 @@ fn nothing_that_was_just_written_goes_and_two_at_once_remove_no_more_than_one() 
             let bytes = vec![1; MIB / 16];
             let mut next = 0;
             while !stop.load(Ordering::Relaxed) {
-                // Old ones from the oldest on, which are being removed now, and new ones.
+                // The oldest objects, which are being removed now, and new objects.
                 for number in [next % 400, 1000 + next] {
                     place
                         .objects
@@ -179,7 +178,7 @@ type Written = Option<Instant>;
 /// Bytes of an object under load.
 const LOAD_BYTES: usize = MIB / 16;
 
-/// Writes new objects until told to stop. Each is there as long as it is young.
+/// Writes new objects until `stop` is set. Checks that each object exists as long as it is young.
 fn write_on(
     objects: &dyn Objects,
     young: Duration,
@@ -205,9 +204,9 @@ fn write_on(
     }
 }
 
-/// Two that collect at once, again and again, beside a writer. `inexact`: by how much the store's times differ from these.
-/// At any time the store has at most `most` bytes, and those that were written since the last collection began, or shortly
-/// before.
+/// Two threads collect again and again, beside a writer. `inexact`: the difference between the store's times and this
+/// machine's times. At any time the store has at most the limit, and in addition the bytes that were written since the
+/// last collection began, or shortly before.
 pub(crate) fn stays_within_its_limit_under_load(
     objects: &dyn Objects,
     min_age: Duration,
@@ -229,7 +228,7 @@ pub(crate) fn stays_within_its_limit_under_load(
                 let mut removed = 0;
                 while !stop.load(Ordering::Relaxed) {
                     let began = Instant::now();
-                    removed += collect(objects, &limits, |_, _| true)
+                    removed += collect(objects, &limits, &AtomicBool::new(false), |_, _| ())
                         .unwrap()
                         .removed_objects;
                     collections.lock().unwrap().push(began);
@@ -242,7 +241,7 @@ pub(crate) fn stays_within_its_limit_under_load(
             let collected = collections.lock().unwrap().iter().max().copied();
             let mut stored = 0;
             let each = &mut |entry: Entry| {
-                // A collection asks for the clock by an object of its own.
+                // To read the store's clock, a collection writes a separate object.
                 stored += if entry.path.starts_with("1/") {
                     entry.bytes
                 } else {
@@ -265,7 +264,7 @@ pub(crate) fn stays_within_its_limit_under_load(
         removed = two.map(|one| one.join().unwrap()).iter().sum::<u64>();
     });
     let written = written.into_inner().unwrap();
-    // S3 does not tell which of two has removed an object: both count it.
+    // S3 does not tell which of two collections has removed an object: both count the object.
     let most = written.len() as u64 * if objects.name() == "s3" { 2 } else { 1 };
     assert!(looks > 3 && removed > 0, "{looks} looks, {removed} removed");
     assert!(removed <= most, "{removed} removed of {}", written.len());
@@ -283,7 +282,7 @@ fn two_that_collect_at_once_keep_the_limit_under_load() {
     stays_within_its_limit_under_load(&*place.objects, min_age, inexact, time);
 }
 
-/// A collection over a network that is bad (`set_bad`) fails, and the next one finishes the work.
+/// A collection over a bad network (`set_bad`) fails, and the next collection finishes the work.
 #[cfg(feature = "s3")]
 pub(crate) fn goes_on_after_a_fault(objects: &dyn Objects, set_bad: impl Fn(bool)) {
     for number in 0..8 {
@@ -295,7 +294,7 @@ pub(crate) fn goes_on_after_a_fault(objects: &dyn Objects, set_bad: impl Fn(bool
         ..limits(Some(0), None)
     };
     set_bad(true);
-    collect(objects, &limits, |_, _| true).unwrap_err();
+    collect(objects, &limits, &AtomicBool::new(false), |_, _| ()).unwrap_err();
     set_bad(false);
     let listed = || {
         let mut count = 0;
@@ -308,6 +307,85 @@ pub(crate) fn goes_on_after_a_fault(objects: &dyn Objects, set_bad: impl Fn(bool
     };
     let left = listed();
     assert!(left >= 8, "{left} objects");
-    let report = collect(objects, &limits, |_, _| true).unwrap();
+    let report = collect(objects, &limits, &AtomicBool::new(false), |_, _| ()).unwrap();
     assert_eq!((report.removed_objects, listed()), (left, 0));
+}
+
+/// Passes everything on, and counts the calls that remove objects.
+#[derive(Debug)]
+struct Counted {
+    store: Arc<dyn Objects>,
+    removals: AtomicU64,
+}
+
+impl Objects for Counted {
+    fn name(&self) -> &'static str {
+        "counted"
+    }
+    fn parallel(&self) -> usize {
+        1
+    }
+    fn probe(&self, paths: &[String]) -> Result<u64> {
+        self.store.probe(paths)
+    }
+    fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()> {
+        self.store.get(path, receiver)
+    }
+    fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {
+        self.store.put(path, body, if_absent)
+    }
+    fn delete(&self, _: &[String]) -> Result<()> {
+        unreachable!("a collection removes only unchanged objects")
+    }
+    fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+        self.store.list(below, each)
+    }
+    fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>> {
+        self.removals.fetch_add(1, Ordering::Relaxed);
+        self.store.delete_unchanged(entries)
+    }
+    fn clock_skew(&self) -> Result<Option<f64>> {
+        self.store.clock_skew()
+    }
+    fn remove_leftovers(&self, _: Duration) -> Result<u64> {
+        self.removals.fetch_add(1, Ordering::Relaxed);
+        Ok(0)
+    }
+}
+
+/// The list ends at the next object, no batch follows, and neither do the files of killed writers.
+#[test]
+fn a_collection_that_is_stopped_removes_nothing_more() {
+    let place = Place::new();
+    // More than one batch.
+    for number in 0..1200 {
+        let path = place.directory.path().join(path(number));
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, "x").unwrap();
+    }
+    let objects = Counted {
+        store: Arc::clone(&place.objects),
+        removals: AtomicU64::new(0),
+    };
+    let limits = Limits {
+        min_age: Duration::ZERO,
+        ..limits(Some(0), None)
+    };
+    let collect = |stopped: &AtomicBool, stops| {
+        let told = |_, _| stopped.store(stops, Ordering::Relaxed);
+        let collected = collect(&objects, &limits, stopped, told);
+        (collected, objects.removals.swap(0, Ordering::Relaxed))
+    };
+    let is_stopped = |collected: Result<Report>| {
+        collected.is_err_and(|error| error.kind == RemoteError::Stopped)
+    };
+    let (collected, removals) = collect(&AtomicBool::new(true), true);
+    assert!(is_stopped(collected), "stopped during the list");
+    assert_eq!((removals, place.listed().len()), (0, 1200));
+    let (collected, removals) = collect(&AtomicBool::new(false), true);
+    assert!(is_stopped(collected), "stopped after the first batch");
+    assert_eq!((removals, place.listed().len()), (1, 200));
+    let (collected, removals) = collect(&AtomicBool::new(false), false);
+    assert_eq!(collected.map(|report| report.removed_objects), Ok(200));
+    assert_eq!((removals, place.listed().len()), (2, 0));
 }

@@ -1,4 +1,4 @@
-//! What a directory does besides.
+//! Tests of a directory alone.
 
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -8,12 +8,12 @@ use std::time::{Duration, SystemTime};
 use undercroft_core::remote::{RemoteDone, RemoteError};
 use undercroft_remote::{Body, Health, Location, Objects, Options};
 
-use crate::rig::{Rig, Segment};
+use crate::rig::{Rig, Segment, options, reads_only};
 
 fn store(path: &Path, ttl: u64) -> Arc<dyn Objects> {
     let location = Location::parse(&format!("file://{}", path.display())).unwrap();
     let ttl = Duration::from_secs(ttl);
-    undercroft_remote::open(&location, Options { ttl }).unwrap()
+    undercroft_remote::open(&location, options(ttl)).unwrap()
 }
 
 fn rig(path: &Path, ttl: u64) -> Rig {
@@ -67,7 +67,7 @@ fn no_link_leads_out_of_the_directory() {
     assert_eq!(rig.put(&segment, true), Ok(RemoteDone::AlreadyThere));
     assert_eq!(rig.put(&segment, false), Ok(RemoteDone::Stored));
     assert!(!path.is_symlink(), "the link was replaced, not its target");
-    // One of its directories is one.
+    // One of the object's directories is a link.
     let parent = path.parent().unwrap();
     std::fs::remove_dir_all(parent).unwrap();
     symlink(&outside, parent).unwrap();
@@ -139,11 +139,28 @@ fn an_old_object_that_is_read_becomes_new() {
 }
 
 #[test]
+fn a_host_that_only_reads_makes_no_object_new() {
+    let place = tempfile::tempdir().unwrap();
+    let segment = Segment::new(5);
+    let location = Location::parse(&format!("file://{}", place.path().display())).unwrap();
+    let objects = undercroft_remote::open(&location, reads_only()).unwrap();
+    let mut rig = Rig::over(objects, Box::new(()));
+    rig.put(&segment, true).unwrap();
+    let path = place.path().join(segment.key.path());
+    let old = 30 * 24 * 3600;
+    make_old(&path, old);
+    rig.get_all(&segment).unwrap();
+    assert!(age(&path) >= Duration::from_secs(old));
+}
+
+#[test]
 fn what_a_writer_left_behind_that_was_killed_is_no_object_and_is_removed_when_it_is_old() {
     let place = tempfile::tempdir().unwrap();
     let objects = store(place.path(), 60);
-    objects.put("1/ab/cd", &Body::bytes(b"x"), true).unwrap();
-    let left = place.path().join("1/ab/.tmp-0000000000000001-7");
+    let path = Segment::new(5).key.path();
+    objects.put(&path, &Body::bytes(b"x"), true).unwrap();
+    let object = place.path().join(path);
+    let left = object.with_file_name(".undercroft-0000000000000001-7");
     std::fs::write(&left, "half").unwrap();
     let mut listed = 0;
     let count = &mut |_| {
@@ -156,10 +173,10 @@ fn what_a_writer_left_behind_that_was_killed_is_no_object_and_is_removed_when_it
     assert_eq!(objects.remove_leftovers(hour).unwrap(), 0);
     make_old(&left, 7200);
     assert_eq!(objects.remove_leftovers(hour).unwrap(), 1);
-    assert_eq!(files(place.path()), [place.path().join("1/ab/cd")]);
+    assert_eq!(files(place.path()), [object]);
 }
 
-/// A file system of 1 MiB, where this user may mount one.
+/// A file system of 1 MiB, if this user may mount a file system.
 #[test]
 fn a_full_file_system_is_told_and_leaves_nothing_behind() {
     let place = tempfile::tempdir().unwrap();

@@ -26,7 +26,7 @@ fn cipher(keys: &[u8]) -> Arc<dyn PayloadCipher> {
     Arc::new(AesGcm::new(&Keys::read(&path).unwrap()))
 }
 
-/// A host with these keys, or without, whose store is the directory.
+/// A host whose store is the directory. Without keys, the host does not encrypt.
 fn host(place: &Path, keys: &[u8]) -> Rig {
     let url = format!("file://{}/remote", place.display());
     let location = Location::parse(&url).unwrap();
@@ -100,7 +100,7 @@ fn hosts_with_and_without_a_key_do_not_see_each_others_objects() {
     keyed.get_all(&other).unwrap();
 }
 
-/// The bytes of the object under the name of another, or in its own name with changed bytes.
+/// A store in which `change` has replaced the bytes of an object, and the object's segment.
 fn forged(place: &Path, change: impl FnOnce(&mut Vec<u8>, Vec<u8>)) -> (Rig, Segment) {
     let (one, other) = (Segment::new(1), Segment::new(2));
     let mut rig = host(place, &[1]);
@@ -118,7 +118,7 @@ fn an_object_under_another_name_is_a_miss() {
     let place = tempfile::tempdir().unwrap();
     let (mut rig, segment) = forged(place.path(), |bytes, other| *bytes = other);
     assert_eq!(rig.get_all(&segment), Err(RemoteError::Corrupt));
-    assert!(!is_there(&rig.objects, &segment));
+    rig.wait_until_gone(&segment.key.encrypted_path());
 }
 
 /// Whoever writes to the store can make a header for payloads of another object.
@@ -143,7 +143,7 @@ fn damage_is_corrupt_and_the_object_goes() {
     type Change = fn(&mut Vec<u8>, Vec<u8>);
     let changes: [Change; 4] = [
         |bytes, _| bytes[4096] ^= 1,
-        // In a seal.
+        // A byte of a seal.
         |bytes, _| bytes[4096 + 4096 + 20] ^= 1,
         |bytes, _| bytes[20] ^= 1,
         |bytes, _| bytes.truncate(bytes.len() - 5000),
@@ -153,7 +153,7 @@ fn damage_is_corrupt_and_the_object_goes() {
         let (mut rig, segment) = forged(place.path(), change);
         let got = rig.get_all(&segment);
         assert_eq!(got, Err(RemoteError::Corrupt), "change {index}");
-        assert!(!is_there(&rig.objects, &segment));
+        rig.wait_until_gone(&segment.key.encrypted_path());
     }
 }
 

@@ -1,26 +1,91 @@
-//! Google Cloud Storage and Azure Blob Storage, by servers of these tests that answer as the services' documents say: no
-//! package has a server that speaks both protocols. They show that undercroft's settings of the clients and its requests
-//! go together, not that the services answer so.
+//! Google Cloud Storage and Azure Blob Storage. No package has a server that speaks both protocols, so servers of these
+//! tests answer as the services' documents say. These tests show that undercroft's settings of the clients fit its
+//! requests. They do not show that the services answer in this way.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use undercroft_remote::Body;
 
-use crate::child::{child, url_of_parent};
+use crate::child::{child, free_port, url_of_parent};
+use crate::proxy::stall;
 use crate::rig::Rig;
 
-/// Objects in one answer of a list, so that a list has several.
+/// Objects in one answer to a list. A list then has several answers.
 const PAGE: usize = 3;
+/// Credentials of any kind.
+pub(crate) const GOOGLE: [(&str, &str); 2] = [
+    ("GOOGLE_ALLOW_HTTP", "true"),
+    ("GOOGLE_BEARER_TOKEN", "token"),
+];
+pub(crate) const AZURE: [(&str, &str); 3] = [
+    ("AZURE_ALLOW_HTTP", "true"),
+    ("AZURE_STORAGE_ACCOUNT_NAME", "account"),
+    ("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0"),
+];
+/// The URL of a server of Google Cloud.
+pub(crate) const URL: &str = "gs://bucket/prefix";
+/// The status of a request that is never answered.
+pub(crate) const HANGS: u16 = 0;
 
-type Objects = Mutex<BTreeMap<String, (Vec<u8>, SystemTime)>>;
+/// Bytes and time of modification of each object.
+type Objects = BTreeMap<String, (Vec<u8>, SystemTime)>;
+
+/// What the server has, and how it fails.
+#[derive(Default)]
+pub(crate) struct Server {
+    objects: Mutex<Objects>,
+    /// The next requests of this method get this status: method, status, number of requests.
+    failing: Mutex<Option<(&'static str, u16, usize)>>,
+    /// The method of each request.
+    methods: Mutex<Vec<String>>,
+}
+
+impl Server {
+    /// The next `count` requests of a method get this status.
+    pub(crate) fn fail(&self, method: &'static str, status: u16, count: usize) {
+        *self.failing.lock().unwrap() = Some((method, status, count));
+    }
+
+    /// Number of requests of a method.
+    pub(crate) fn count(&self, method: &str) -> usize {
+        let methods = self.methods.lock().unwrap();
+        methods.iter().filter(|of| *of == method).count()
+    }
+
+    /// Makes all objects older.
+    pub(crate) fn age(&self, by: Duration) {
+        for (_, modified) in self.objects.lock().unwrap().values_mut() {
+            *modified -= by;
+        }
+    }
+
+    /// Bytes and time of modification of the object whose name ends so.
+    pub(crate) fn object(&self, name: &str) -> (Vec<u8>, SystemTime) {
+        let objects = self.objects.lock().unwrap();
+        let found = objects.iter().find(|(of, _)| of.ends_with(name));
+        found.unwrap().1.clone()
+    }
+
+    /// The status of a request that fails.
+    fn failure(&self, method: &str) -> Option<u16> {
+        self.methods.lock().unwrap().push(method.to_owned());
+        let mut failing = self.failing.lock().unwrap();
+        let (of, status, left) = failing.as_mut()?;
+        if *of != method || *left == 0 {
+            return None;
+        }
+        *left -= 1;
+        Some(*status)
+    }
+}
 
 struct Request {
     method: String,
-    /// The name behind the bucket or container; empty for that itself.
+    /// The name after the bucket or container; empty for the bucket or container itself.
     name: String,
     query: HashMap<String, String>,
     headers: HashMap<String, String>,
@@ -42,28 +107,33 @@ fn answer(status: u16, body: impl Into<Vec<u8>>) -> Answer {
     }
 }
 
-/// Starts a server, whose threads end with the test's process.
-fn start() -> u16 {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+/// Starts a server at a port, or at any if that is 0. Its threads end with the test's process.
+fn start(port: u16) -> (u16, Arc<Server>) {
+    let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
     let port = listener.local_addr().unwrap().port();
-    let objects: Arc<Objects> = Arc::default();
+    let server: Arc<Server> = Arc::default();
+    let of_thread = Arc::clone(&server);
     std::thread::spawn(move || {
         for client in listener.incoming().map_while(Result::ok) {
-            let objects = Arc::clone(&objects);
-            std::thread::spawn(move || serve(client, &objects));
+            let server = Arc::clone(&of_thread);
+            std::thread::spawn(move || serve(client, &server));
         }
     });
-    port
+    (port, server)
 }
 
-fn serve(mut client: TcpStream, objects: &Objects) {
+fn serve(mut client: TcpStream, server: &Server) {
     let mut reader = BufReader::new(client.try_clone().unwrap());
     while let Some(request) = read(&mut reader) {
+        let failed = match server.failure(&request.method) {
+            Some(HANGS) => stall(),
+            status => status.map(|status| answer(status, "")),
+        };
         let Answer {
             status,
             headers,
             body,
-        } = respond(&request, objects);
+        } = failed.unwrap_or_else(|| respond(&request, &server.objects));
         let mut head = format!("HTTP/1.1 {status} x\r\ncontent-length: {}\r\n", body.len());
         for (name, value) in headers {
             head += &format!("{name}: {value}\r\n");
@@ -113,7 +183,7 @@ fn read(reader: &mut BufReader<TcpStream>) -> Option<Request> {
     })
 }
 
-/// The name behind the bucket.
+/// The name after the bucket.
 fn name(path: &str) -> String {
     let path = path.trim_start_matches('/');
     plain(path.split_once('/').map_or("", |(_, name)| name))
@@ -128,7 +198,7 @@ fn plain(text: &str) -> String {
     })
 }
 
-fn respond(request: &Request, objects: &Objects) -> Answer {
+fn respond(request: &Request, objects: &Mutex<Objects>) -> Answer {
     let has = |name: &str, value: &str| request.headers.get(name).is_some_and(|of| of == value);
     if !request.headers.contains_key("authorization") {
         return answer(403, "<Error><Code>AccessDenied</Code></Error>");
@@ -164,8 +234,8 @@ fn respond(request: &Request, objects: &Objects) -> Answer {
     }
 }
 
-/// The status of a removal. An object of this name stays at the first one, as if another process removed it at once.
-fn removed(name: &str, objects: &mut BTreeMap<String, (Vec<u8>, SystemTime)>) -> u16 {
+/// The status of a removal. The first removal of `fails-once` fails, and the object stays.
+fn removed(name: &str, objects: &mut Objects) -> u16 {
     match objects.get_mut(name) {
         Some((_, modified)) if name.ends_with("/fails-once") && *modified != UNIX_EPOCH => {
             *modified = UNIX_EPOCH;
@@ -208,7 +278,7 @@ fn get(request: &Request, bytes: &[u8], modified: SystemTime) -> Answer {
     }
 }
 
-fn list(request: &Request, objects: &BTreeMap<String, (Vec<u8>, SystemTime)>) -> Answer {
+fn list(request: &Request, objects: &Objects) -> Answer {
     let of = |name: &str| request.query.get(name).map_or("", String::as_str);
     let is_azure = of("comp") == "list";
     let after = of(if is_azure {
@@ -251,8 +321,8 @@ fn list(request: &Request, objects: &BTreeMap<String, (Vec<u8>, SystemTime)>) ->
     answer(200, body)
 }
 
-/// Azure's removal of several blobs in one request: each is a request and an answer of its own.
-fn remove_many(request: &Request, objects: &mut BTreeMap<String, (Vec<u8>, SystemTime)>) -> Answer {
+/// Azure's removal of several blobs in one request. Each blob has its own request and answer inside.
+fn remove_many(request: &Request, objects: &mut Objects) -> Answer {
     let text = String::from_utf8_lossy(&request.body);
     let (mut body, mut id) = (String::new(), "");
     for line in text.lines() {
@@ -275,7 +345,7 @@ fn remove_many(request: &Request, objects: &mut BTreeMap<String, (Vec<u8>, Syste
     }
 }
 
-/// A time as headers and as lists have it.
+/// A time in the form of headers, and in the form of lists.
 fn date(time: SystemTime) -> (String, String) {
     let since = time.duration_since(UNIX_EPOCH).unwrap();
     let (days, second) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
@@ -285,7 +355,7 @@ fn date(time: SystemTime) -> (String, String) {
         second / 60 % 60,
         second % 60
     );
-    // Years begin in March, so that the day that some have more is their last.
+    // Years begin in March here, so that the leap day is the last day of a year.
     let from = days + 719_468;
     let (era, of_era) = (from / 146_097, from % 146_097);
     let year = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
@@ -311,28 +381,37 @@ fn date(time: SystemTime) -> (String, String) {
 
 #[test]
 fn every_case_of_the_contract_holds_with_the_client_of_google_cloud() {
-    let server = format!("http://127.0.0.1:{}", start());
-    let variables = [
-        ("GOOGLE_ALLOW_HTTP", "true"),
-        ("GOOGLE_BEARER_TOKEN", "token"),
-        ("GOOGLE_BASE_URL", server.as_str()),
-    ];
-    child("fakes::every_case", "gs://bucket/prefix", &variables);
+    google("fakes::every_case", start(0).0, URL);
+}
+
+/// Runs a test in a process of its own, with a server of Google Cloud at a port.
+fn google(test: &str, port: u16, of_child: &str) {
+    let server = format!("http://127.0.0.1:{port}");
+    let variables = [&[("GOOGLE_BASE_URL", server.as_str())], &GOOGLE[..]].concat();
+    child(test, of_child, &variables);
+}
+
+/// Runs a test in a process of its own, which starts the server by [`of_child`].
+pub(crate) fn with_server(test: &str) {
+    let port = free_port();
+    google(test, port, &port.to_string());
+}
+
+/// Starts the server at [`URL`], in a test that [`with_server`] runs.
+pub(crate) fn of_child() -> Arc<Server> {
+    let (_, server) = start(url_of_parent().parse().unwrap());
+    server
 }
 
 #[test]
 fn every_case_of_the_contract_holds_with_the_client_of_azure() {
-    let server = format!("http://127.0.0.1:{}", start());
-    let variables = [
-        ("AZURE_ALLOW_HTTP", "true"),
-        ("AZURE_STORAGE_ACCOUNT_NAME", "account"),
-        ("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0"),
-        ("AZURE_STORAGE_ENDPOINT", server.as_str()),
-    ];
+    let server = format!("http://127.0.0.1:{}", start(0).0);
+    let endpoint = [("AZURE_STORAGE_ENDPOINT", server.as_str())];
+    let variables = [&endpoint, &AZURE[..]].concat();
     child("fakes::every_case", "az://container/prefix", &variables);
 }
 
-/// Run by the tests above.
+/// The tests above run this one.
 #[test]
 #[ignore = "a part of another test"]
 fn every_case() {
@@ -348,4 +427,6 @@ fn every_case() {
     }
     rig.objects.delete(&paths).unwrap();
     assert_eq!(rig.objects.probe(&paths), Ok(0), "removed at last");
+    let others = Rig::new(&format!("{}/others", url_of_parent()), Box::new(())).unwrap();
+    crate::foreign::stay(&*others.objects, |_| ());
 }

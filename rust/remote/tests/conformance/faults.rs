@@ -1,4 +1,4 @@
-//! Bad networks and servers: each failure is told as what it is, nothing waits for long, and all is well afterwards.
+//! Bad networks and servers: each failure has the right error, no call takes long, and the store recovers.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use crate::child::{child, url_of_parent};
 use crate::proxy::{Fault, Proxy};
 use crate::rig::{Rig, Segment};
 
-/// A call that gets no answer ends within this time, on a busy machine too.
+/// A call without an answer ends within this time, even on a busy machine.
 const SOON: Duration = Duration::from_secs(10);
 
 /// The result of a get, a put and a probe.
@@ -36,7 +36,7 @@ fn is_well(rig: &mut Rig, segment: &Segment) {
     assert_eq!(found, Ok(RemoteDone::Present(1)));
 }
 
-/// Faults of a connection that a call meets while an object comes.
+/// Faults of a connection while an object arrives.
 fn is_slow_or_damaged(proxy: &Proxy, rig: &mut Rig, segment: &Segment) {
     for fault in [Fault::Reset, Fault::Cut(1)] {
         proxy.set_after(100_000, fault);
@@ -56,11 +56,14 @@ fn is_slow_or_damaged(proxy: &Proxy, rig: &mut Rig, segment: &Segment) {
     let damaged = rig.get_all(segment);
     assert_eq!(damaged, Err(RemoteError::Corrupt), "a bit that flips");
     proxy.set(Fault::None);
+    rig.wait_until_gone(&segment.key.path());
     is_well(rig, segment);
 }
 
 #[cfg(feature = "redis")]
 mod redis {
+    use undercroft_core::remote::RemoteRequest;
+
     use super::*;
     use crate::server::Redis;
 
@@ -91,7 +94,7 @@ mod redis {
         is_slow_or_damaged(&proxy, &mut rig, &segment);
     }
 
-    /// The deadline is that of the call, not of each of its answers.
+    /// The deadline is for the call, not for each of its answers.
     #[test]
     fn a_probe_of_many_ends_as_soon_as_one_of_few() {
         let Some(server) = start(&[]) else { return };
@@ -104,6 +107,30 @@ mod redis {
         let started = Instant::now();
         assert_eq!(rig.probe(keys), Err(RemoteError::Late));
         assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
+    }
+
+    /// A router forgets connections that are unused for long, and drops their packets.
+    #[test]
+    fn connections_that_are_dead_fail_one_call() {
+        let Some(server) = start(&[]) else { return };
+        let proxy = Proxy::start(0, server.port());
+        let url = format!("redis://127.0.0.1:{}", proxy.port());
+        let mut rig = Rig::new(&url, Box::new(server)).unwrap();
+        let key = Segment::new(1).key;
+        // Calls at the same time have a connection each.
+        proxy.set(Fault::Delay(Duration::from_millis(100)));
+        let mut open = rig.objects.parallel();
+        for _ in 0..open {
+            let keys = vec![key];
+            rig.submit(|token| RemoteRequest::Probe { token, keys });
+        }
+        while open > 0 {
+            open -= rig.wait().len();
+        }
+        proxy.set(Fault::None);
+        proxy.forget_connections();
+        assert_eq!(rig.probe(vec![key]), Err(RemoteError::Late));
+        assert_eq!(rig.probe(vec![key]), Ok(RemoteDone::Present(0)));
     }
 
     #[test]
@@ -151,7 +178,7 @@ mod redis {
         }
     }
 
-    /// Run by the test above.
+    /// The test above runs this one.
     #[test]
     #[ignore = "a part of another test"]
     fn with_the_password() {
@@ -162,11 +189,11 @@ mod redis {
 
 #[cfg(feature = "s3")]
 mod s3 {
-    use std::net::TcpListener;
-
     use undercroft_remote::Health;
 
     use super::*;
+    use crate::child::free_port;
+    use crate::fakes::{AZURE, GOOGLE};
     use crate::rig::s3_url;
 
     macro_rules! answer {
@@ -179,24 +206,22 @@ mod s3 {
         };
     }
 
-    /// The time of this machine is wrong.
+    /// The answer of a server whose clock differs from this machine's clock.
     const SKEWED: &str = "HTTP/1.1 403 x\r\ncontent-length: 72\r\nconnection: close\r\n\r\n\
         <Error><Code>RequestTimeTooSkewed</Code><Message>late</Message></Error>\n";
 
-    /// An object whose body ends early.
+    /// The answer with an object whose body ends early.
     const CUT: &str = "HTTP/1.1 206 x\r\ncontent-length: 320480\r\ncontent-range: bytes 0-320479/323584\r\n\
         etag: \"a\"\r\nlast-modified: Mon, 23 Nov 2026 05:00:00 GMT\r\nconnection: close\r\n\r\nUNDRSEGM";
 
-    /// Runs the test below. The variables name the server, and credentials of any kind.
+    /// Runs the test below. The variables name the server and some credentials.
     fn told_as_what_it_is(url: &str, endpoint: &str, variables: &[(&str, &str)]) {
         told_as_what_it_is_by("before_a_bad_server", url, endpoint, variables);
     }
 
     /// Runs a test in a process of its own, with the port of the proxy that the test is to start.
     fn told_as_what_it_is_by(test: &str, words: &str, endpoint: &str, variables: &[(&str, &str)]) {
-        let free = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = free.local_addr().unwrap().port();
-        drop(free);
+        let port = free_port();
         let server = format!("http://127.0.0.1:{port}");
         let variables = [&[(endpoint, server.as_str())], variables].concat();
         let (test, of_child) = (format!("faults::s3::{test}"), format!("{port} {words}"));
@@ -215,25 +240,12 @@ mod s3 {
 
     #[test]
     fn a_bad_server_of_google_cloud_is_told_as_what_it_is() {
-        let variables = [
-            ("GOOGLE_ALLOW_HTTP", "true"),
-            ("GOOGLE_BEARER_TOKEN", "token"),
-        ];
-        told_as_what_it_is("gs://bucket/prefix", "GOOGLE_BASE_URL", &variables);
+        told_as_what_it_is("gs://bucket/prefix", "GOOGLE_BASE_URL", &GOOGLE);
     }
 
     #[test]
     fn a_bad_server_of_azure_is_told_as_what_it_is() {
-        let variables = [
-            ("AZURE_ALLOW_HTTP", "true"),
-            ("AZURE_STORAGE_ACCOUNT_NAME", "account"),
-            ("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0"),
-        ];
-        told_as_what_it_is(
-            "az://container/prefix",
-            "AZURE_STORAGE_ENDPOINT",
-            &variables,
-        );
+        told_as_what_it_is("az://container/prefix", "AZURE_STORAGE_ENDPOINT", &AZURE);
     }
 
     #[test]
@@ -251,7 +263,7 @@ mod s3 {
         told_as_what_it_is_by("over_a_bad_network", &of_child, "AWS_ENDPOINT_URL", &[]);
     }
 
-    /// Run by the test above.
+    /// The test above runs this one.
     #[test]
     #[ignore = "a part of another test"]
     fn over_a_bad_network() {
@@ -311,7 +323,7 @@ mod s3 {
         }
     }
 
-    /// Run by the test above.
+    /// The test above runs this one.
     #[test]
     #[ignore = "a part of another test"]
     fn refused_with() {
@@ -324,7 +336,7 @@ mod s3 {
         );
     }
 
-    /// Run by the test above.
+    /// The test above runs this one.
     #[test]
     #[ignore = "a part of another test"]
     fn without_credentials() {
@@ -338,7 +350,7 @@ mod s3 {
         );
     }
 
-    /// Run by the tests above.
+    /// The tests above run this one.
     #[test]
     #[ignore = "a part of another test"]
     fn before_a_bad_server() {

@@ -1,6 +1,6 @@
-//! The contract of remote stores, over every kind: a directory always, Redis where `redis-server` is on PATH, and S3 where
-//! `UNDERCROFT_TEST_S3` has the URL of a bucket, Mooncake where `UNDERCROFT_TEST_MOONCAKE` has a Python with its wheel
-//! (`make test-remote` has both).
+//! The contract of remote stores, over every kind: a directory always, Redis if `redis-server` is on PATH, S3 if
+//! `UNDERCROFT_TEST_S3` has the URL of a bucket, and Mooncake if `UNDERCROFT_TEST_MOONCAKE` names a Python with its
+//! wheel (`make test-remote` sets both variables).
 
 #![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
 
@@ -15,15 +15,19 @@ mod directory;
 mod encrypted;
 #[cfg(feature = "redis")]
 mod expiry;
+mod fake_mooncake;
 #[cfg(feature = "s3")]
 mod fakes;
 #[cfg(any(feature = "redis", feature = "s3"))]
 mod faults;
+mod foreign;
 mod left_out;
 mod mooncake;
 mod priority;
 #[cfg(any(feature = "redis", feature = "s3"))]
 mod proxy;
+#[cfg(feature = "s3")]
+mod renewals;
 mod rig;
 #[cfg(feature = "redis")]
 mod server;
@@ -50,7 +54,7 @@ macro_rules! each_case {
     };
 }
 
-/// One test for each case, over the store that `$open` gives. Without one, says why.
+/// One test for each case, over the store that `$open` returns. Without a store, prints the reason.
 macro_rules! tests {
     (($store:ident $open:path) $($case:ident,)*) => {
         mod $store {
@@ -65,7 +69,7 @@ macro_rules! tests {
     };
 }
 
-/// All cases, for a store that takes long to start.
+/// All cases in one test, for a store that takes long to start.
 macro_rules! table {
     (() $($case:ident,)*) => {
         const CASES: &[(&str, fn(rig::Rig))] = &[$((stringify!($case), cases::$case),)*];

@@ -1,4 +1,4 @@
-//! Mooncake: the contract, and what happens when its processes hang or end.
+//! Mooncake: the contract, also while its processes hang and after they have ended.
 
 use std::net::{Ipv4Addr, TcpStream};
 use std::path::{Path, PathBuf};
@@ -10,18 +10,18 @@ use undercroft_core::remote::{RemoteDone, RemoteError};
 use undercroft_remote::check::{Status, check};
 use undercroft_remote::{Health, Location, Options, set_python};
 
-use crate::child::{child, url_of_parent};
+use crate::child::{child, free_port, url_of_parent};
 use crate::rig::{Rig, Segment};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// What a helper that hangs is waited for.
+/// How long a helper that hangs is waited for.
 const HUNG: Duration = Duration::from_secs(10);
-/// A call that gets no answer ends within this time, on a busy machine too.
+/// A call without an answer ends within this time, even on a busy machine.
 const SOON: Duration = Duration::from_secs(10);
 
 const LATE: [Result<RemoteDone, RemoteError>; 3] = [const { Err(RemoteError::Late) }; 3];
 
-/// A master, and a process that lends memory to the store; ended when this is dropped.
+/// A master, and a process that lends memory to the store. Dropping this ends both.
 struct Mooncake {
     master: Process,
     client: Option<Process>,
@@ -36,7 +36,7 @@ impl Process {
     fn start(program: &Path, arguments: &[String]) -> Self {
         let mut command = Command::new(program);
         command.args(arguments).stdout(Stdio::null());
-        // It listens nowhere else.
+        // The process listens at no other address.
         command.env("MC_TCP_BIND_ADDRESS", "127.0.0.1");
         command.env("MC_LOG_LEVEL", "ERROR").stderr(Stdio::null());
         Self(command.spawn().unwrap())
@@ -44,6 +44,23 @@ impl Process {
 
     fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.0), signal).unwrap();
+        if signal == Signal::STOP {
+            self.wait_until_stopped();
+        }
+    }
+
+    /// On a busy machine some threads of a process stop later than others.
+    fn wait_until_stopped(&self) {
+        let end = Instant::now() + PATIENCE;
+        let is_running = |task: std::io::Result<std::fs::DirEntry>| {
+            let status = std::fs::read_to_string(task.unwrap().path().join("status"));
+            status.is_ok_and(|status| !status.contains("State:\tT"))
+        };
+        let tasks = format!("/proc/{}/task", self.0.id());
+        while std::fs::read_dir(&tasks).unwrap().any(is_running) {
+            assert!(Instant::now() < end, "it goes on");
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 }
 
@@ -55,7 +72,7 @@ impl Drop for Process {
 }
 
 impl Mooncake {
-    /// Without the wheel, says so and gives nothing.
+    /// Starts both processes. Without the wheel, prints that the test is skipped and returns None.
     fn start() -> Option<Self> {
         let Some(python) = std::env::var_os("UNDERCROFT_TEST_MOONCAKE") else {
             eprintln!(
@@ -109,8 +126,15 @@ impl Mooncake {
     }
 
     fn rig(&self, prefix: &str) -> Rig {
-        Rig::new(&self.url(prefix), Box::new(())).unwrap()
+        ready(&self.url(prefix))
     }
+}
+
+/// A rig whose helper has started, or has failed to start.
+fn ready(url: &str) -> Rig {
+    let rig = Rig::new(url, Box::new(())).unwrap();
+    let _ = rig.objects.greet();
+    rig
 }
 
 fn master(programs: &Path, port: u16, admin: u16) -> Process {
@@ -129,12 +153,7 @@ fn master(programs: &Path, port: u16, admin: u16) -> Process {
     process
 }
 
-fn free_port() -> u16 {
-    let free = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    free.local_addr().unwrap().port()
-}
-
-/// The results of a get, a put and a probe, each of which came soon.
+/// The results of a get, a put and a probe. Checks that each result came within [`SOON`].
 fn all(rig: &mut Rig, segment: &Segment) -> [Result<RemoteDone, RemoteError>; 3] {
     let started = Instant::now();
     let results = [
@@ -153,7 +172,7 @@ fn is_well(rig: &mut Rig, segment: &Segment) {
     assert_eq!(found, Ok(RemoteDone::Present(1)));
 }
 
-/// Repeats writes, reads and probes until all go well.
+/// Repeats writes, reads and probes until all succeed.
 fn recovers(rig: &mut Rig, segment: &Segment) {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -191,7 +210,7 @@ fn a_process_that_lends_memory_and_hangs_is_late_and_others_serve_afterwards() {
     is_well(&mut rig, &segment);
     mooncake.client().signal(Signal::STOP);
     assert_eq!(rig.get_all(&segment), Err(RemoteError::Late));
-    // A probe asks the master alone.
+    // A probe asks only the master.
     let found = rig.probe(vec![segment.key]);
     assert_eq!(found, Ok(RemoteDone::Present(1)));
     mooncake.client = None;
@@ -225,7 +244,7 @@ fn a_bad_network_to_the_master_is_told_and_passes() {
     let proxy = Proxy::start(0, mooncake.port);
     let (port, admin) = (proxy.port(), mooncake.admin);
     let url = format!("mooncake://127.0.0.1:{port}/network?admin=127.0.0.1:{admin}");
-    let mut rig = Rig::new(&url, Box::new(())).unwrap();
+    let mut rig = ready(&url);
     let segment = Segment::new(7);
     is_well(&mut rig, &segment);
     proxy.set(Fault::Delay(Duration::from_millis(20)));
@@ -257,7 +276,7 @@ fn a_new_master_is_found_by_itself() {
     recovers(&mut rig, &segment);
 }
 
-/// The helpers of this process.
+/// The helper processes that this process has started.
 fn helpers() -> Vec<Pid> {
     let of = |entry: std::io::Result<std::fs::DirEntry>| {
         let entry = entry.unwrap();
@@ -272,7 +291,7 @@ fn helpers() -> Vec<Pid> {
     std::fs::read_dir("/proc").unwrap().filter_map(of).collect()
 }
 
-/// Of one test, since they are found by their parent.
+/// Runs in a process of its own, since the test finds helpers by their parent process.
 #[test]
 fn a_helper_that_ends_or_hangs_is_replaced() {
     let Some(mooncake) = Mooncake::start() else {
@@ -285,13 +304,13 @@ fn a_helper_that_ends_or_hangs_is_replaced() {
     );
 }
 
-/// Run by the test above.
+/// The test above runs this one.
 #[test]
 #[ignore = "a part of another test"]
 fn before_a_bad_helper() {
     let python = std::env::var_os("UNDERCROFT_TEST_MOONCAKE").unwrap();
     set_python(python.into());
-    let mut rig = Rig::new(&url_of_parent(), Box::new(())).unwrap();
+    let mut rig = ready(&url_of_parent());
     let segment = Segment::new(4);
     is_well(&mut rig, &segment);
     let [first] = helpers()[..] else {
@@ -358,7 +377,7 @@ fn doctor_tells_of_a_store_without_memory_and_of_no_master() {
     mooncake.client = None;
     mooncake.master = master(&mooncake.programs, free_port(), free_port());
     let url = mooncake.url("doctor");
-    let mut rig = Rig::new(&url, Box::new(())).unwrap();
+    let mut rig = ready(&url);
     assert_eq!(rig.get_all(&Segment::new(6)), Err(RemoteError::Unreachable));
     let Health::Failed(error) = rig.pool.as_ref().unwrap().last_result().get() else {
         panic!("there is no master");
@@ -375,7 +394,7 @@ fn a_wheel_that_is_missing_is_named_with_the_command_that_installs_it() {
     child("mooncake::without_the_wheel", url, &variables);
 }
 
-/// Run by the test above. The Python on PATH is that of the system.
+/// The test above runs this one. The Python on PATH is the system's Python.
 #[test]
 #[ignore = "a part of another test"]
 fn without_the_wheel() {

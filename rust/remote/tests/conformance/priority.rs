@@ -1,4 +1,4 @@
-//! Writes keep no read waiting.
+//! No read waits for a write.
 
 use std::sync::{Arc, Condvar, Mutex};
 
@@ -7,7 +7,7 @@ use undercroft_remote::{Body, Entry, Objects, Receiver, Result};
 
 use crate::rig::{Rig, Segment};
 
-/// A store without objects, whose writes wait until they may go on.
+/// A store without objects. Its writes wait until the test lets them continue.
 #[derive(Debug, Default)]
 struct SlowWrites(Mutex<bool>, Condvar);
 

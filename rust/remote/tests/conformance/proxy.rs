@@ -1,78 +1,91 @@
-//! A proxy that makes the network bad.
+//! A proxy with network faults.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// The fault that the server's bytes meet.
+/// The fault of the network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// Nothing.
+    /// No fault.
     None,
-    /// Each piece comes later.
+    /// Each piece arrives later.
     Delay(Duration),
-    /// So many bytes a second pass on each connection, both ways.
+    /// This many bytes a second pass on each connection, in each direction.
     Slow(u64),
-    /// Nothing comes any more, and nothing ends.
+    /// No further byte arrives, and no connection ends.
     Stall,
     /// The connection is reset.
     Reset,
-    /// The connection is closed after so many bytes of an answer.
+    /// The connection is closed after this many bytes of an answer.
     Cut(usize),
-    /// A bit of each large piece is another one.
+    /// A bit of each large piece is flipped.
     Flip,
     /// Every request is answered with these bytes; then the connection is closed.
     Answer(&'static str),
 }
 
-/// The fault that is now, and the next one after so many bytes of answers.
+/// The present fault. If there is a next fault: the bytes of answers until then, and that fault.
 type State = Mutex<(Fault, Option<(u64, Fault)>)>;
 
 /// A listening proxy. Its threads end with the test's process.
 pub(crate) struct Proxy {
     port: u16,
     state: Arc<State>,
+    /// Connections of an earlier generation pass no answers.
+    generation: Arc<AtomicU64>,
 }
 
-/// A piece shorter than this has more of the protocol than of an object.
+/// A shorter piece has more bytes of the protocol than of an object.
 const LARGE: usize = 16 << 10;
-/// Bytes that pass at a time.
+/// Most bytes that pass at a time.
 const PIECE: usize = 64 << 10;
 
 impl Proxy {
-    /// A proxy before a port of this machine, which nobody need listen at if every request is answered here. It listens
-    /// at `port`, or at any if that is 0.
+    /// A proxy before the port `upstream` of this machine. No server is needed there if the proxy answers all requests.
+    /// The proxy listens at `port`, or at any port if that is 0.
     pub(crate) fn start(port: u16, upstream: u16) -> Self {
         let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
         let port = listener.local_addr().unwrap().port();
         let state = Arc::new(Mutex::new((Fault::None, None)));
-        let of_thread = Arc::clone(&state);
+        let generation = Arc::new(AtomicU64::new(0));
+        let of_thread = (Arc::clone(&state), Arc::clone(&generation));
         std::thread::spawn(move || {
             for client in listener.incoming().map_while(Result::ok) {
-                let state = Arc::clone(&of_thread);
-                std::thread::spawn(move || serve(client, upstream, &state));
+                let (state, generation) = of_thread.clone();
+                std::thread::spawn(move || serve(client, upstream, &state, &generation));
             }
         });
-        Self { port, state }
+        Self {
+            port,
+            state,
+            generation,
+        }
     }
 
     pub(crate) fn port(&self) -> u16 {
         self.port
     }
 
+    /// The connections so far pass no answers any more, and do not end: like those that a router has forgotten.
+    pub(crate) fn forget_connections(&self) {
+        self.generation.fetch_add(1, Ordering::Relaxed);
+    }
+
     pub(crate) fn set(&self, fault: Fault) {
         *self.state.lock().unwrap() = (fault, None);
     }
 
-    /// The fault begins after so many bytes of answers.
+    /// The fault begins after this many bytes of answers.
     pub(crate) fn set_after(&self, bytes: u64, fault: Fault) {
         *self.state.lock().unwrap() = (Fault::None, Some((bytes, fault)));
     }
 }
 
-/// The fault that the next `bytes` of an answer meet.
+/// The fault for the next `bytes` of an answer.
 fn of_answer(state: &State, bytes: usize) -> Fault {
     let mut state = state.lock().unwrap();
     if let Some((left, next)) = state.1 {
@@ -84,7 +97,9 @@ fn of_answer(state: &State, bytes: usize) -> Fault {
     state.0
 }
 
-fn serve(mut client: TcpStream, upstream: u16, state: &Arc<State>) {
+fn serve(mut client: TcpStream, upstream: u16, state: &Arc<State>, generation: &AtomicU64) {
+    let born = generation.load(Ordering::Relaxed);
+    let is_forgotten = || generation.load(Ordering::Relaxed) != born;
     match of_answer(state, 0) {
         Fault::Answer(answer) => {
             read_request(&mut client);
@@ -100,7 +115,7 @@ fn serve(mut client: TcpStream, upstream: u16, state: &Arc<State>) {
     let (from, to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
     let of_thread = Arc::clone(state);
     std::thread::spawn(move || pass_requests(from, to, &of_thread));
-    pass_answers(&mut client, &server, state);
+    pass_answers(&mut client, &server, state, is_forgotten);
     let _ = client.shutdown(Shutdown::Both);
     let _ = server.shutdown(Shutdown::Both);
 }
@@ -118,8 +133,13 @@ fn pass_requests(mut from: TcpStream, mut to: TcpStream, state: &State) {
     let _ = to.shutdown(Shutdown::Write);
 }
 
-/// Pieces that are delayed wait in a queue: the next ones are delayed beside them.
-fn pass_answers(client: &mut TcpStream, mut server: &TcpStream, state: &State) {
+/// Delayed pieces wait in a queue, so that the delays of several pieces overlap.
+fn pass_answers(
+    client: &mut TcpStream,
+    mut server: &TcpStream,
+    state: &State,
+    is_forgotten: impl Fn() -> bool,
+) {
     let (late, pieces) = channel::<(Instant, Vec<u8>)>();
     let mut to = client.try_clone().unwrap();
     let writer = std::thread::spawn(move || {
@@ -134,6 +154,9 @@ fn pass_answers(client: &mut TcpStream, mut server: &TcpStream, state: &State) {
     while let Ok(count @ 1..) = server.read(&mut piece) {
         let mut piece = piece[..count].to_vec();
         let mut due = Instant::now();
+        if is_forgotten() {
+            stall();
+        }
         match of_answer(state, count) {
             Fault::None => {}
             Fault::Delay(time) => due += time,
@@ -158,7 +181,7 @@ fn pass_answers(client: &mut TcpStream, mut server: &TcpStream, state: &State) {
     let _ = writer.join();
 }
 
-/// Reads an HTTP request with its body: what is left unread when a connection is closed resets it.
+/// Reads an HTTP request with its body: closing a connection with unread bytes resets the connection.
 fn read_request(client: &mut TcpStream) {
     let mut bytes = Vec::new();
     let mut piece = vec![0; PIECE];
@@ -166,7 +189,7 @@ fn read_request(client: &mut TcpStream) {
         bytes.extend_from_slice(&piece[..count]);
         let text = String::from_utf8_lossy(&bytes).to_ascii_lowercase();
         let Some(head) = text.find("\r\n\r\n") else {
-            // A command of Redis has no such end: it is answered at once.
+            // A command of Redis has no such end, and is answered at once.
             if bytes.starts_with(b"*") {
                 return;
             }
@@ -182,7 +205,7 @@ fn read_request(client: &mut TcpStream) {
     }
 }
 
-fn stall() -> ! {
+pub(crate) fn stall() -> ! {
     loop {
         std::thread::park();
     }

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use undercroft_core::arena::{ARENA_ALIGN, Arena};
 use undercroft_core::checksum::checksum;
@@ -17,9 +17,9 @@ use undercroft_core::remote::{
 use undercroft_remote::{Location, Objects, Options, Pool};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Payloads of a segment, and bytes of each: one that fills its place, and others that do not.
+/// The bytes of each payload of a segment. One payload is a multiple of 4,096 bytes; the others are not.
 pub(crate) const LENS: [u32; 4] = [4096, 5000, 1, 300_000];
-/// Places for payloads in the arena.
+/// Bytes of a payload's place in the arena.
 const PLACE: u64 = 512 << 10;
 
 #[derive(Debug)]
@@ -27,7 +27,7 @@ struct Bell(Mutex<Sender<()>>);
 
 impl Wake for Bell {
     fn wake(&self) {
-        // Nobody waits at the end of a test.
+        // At the end of a test no thread waits any more.
         let _ = self.0.lock().unwrap().send(());
     }
 }
@@ -39,7 +39,7 @@ pub(crate) struct Rig {
     pub(crate) pool: Option<Pool>,
     woken: Receiver<()>,
     tokens: u64,
-    /// The directory or the server, until the end.
+    /// Keeps the directory or the server until the end of the test.
     _place: Box<dyn Any>,
 }
 
@@ -110,7 +110,7 @@ impl Rig {
         done.into_iter().next().unwrap().result
     }
 
-    /// Puts the payloads into the arena from `place` on, and the parts that say so.
+    /// Writes the payloads into the arena from `place` on. Returns the parts that describe their places.
     pub(crate) fn fill(&self, segment: &Segment, place: u64) -> Vec<RemotePart> {
         let parts = segment.parts(place);
         for (part, payload) in parts.iter().zip(&segment.payloads) {
@@ -149,7 +149,7 @@ impl Rig {
         })
     }
 
-    /// Gets all of a segment to another place than that it was put from; the bytes are compared.
+    /// Gets all of a segment, to another place of the arena than the put used, and compares the bytes.
     pub(crate) fn get_all(&mut self, segment: &Segment) -> Result<RemoteDone, RemoteError> {
         let parts = segment.parts(8);
         let done = self.get(segment, parts.clone())?;
@@ -160,13 +160,34 @@ impl Rig {
         Ok(done)
     }
 
+    /// Waits until nothing is in flight, not even the first check of the store. Expects no completion.
+    pub(crate) fn wait_until_idle(&mut self) {
+        let (end, pool) = (Instant::now() + PATIENCE, self.pool.as_mut().unwrap());
+        let mut done = Vec::new();
+        while pool.room() < self.objects.parallel() {
+            assert!(Instant::now() < end, "room for {}", pool.room());
+            std::thread::sleep(Duration::from_millis(2));
+            pool.drain(&mut done);
+        }
+        assert_eq!(done, []);
+    }
+
+    /// Waits until the pool has removed a corrupt object. It does so after the get's completion.
+    pub(crate) fn wait_until_gone(&self, path: &str) {
+        let end = Instant::now() + PATIENCE;
+        while self.objects.probe(&[path.to_owned()]).unwrap() != 0 {
+            assert!(Instant::now() < end, "{path} is there");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
     pub(crate) fn probe(&mut self, keys: Vec<ObjectKey>) -> Result<RemoteDone, RemoteError> {
         self.run(|token| RemoteRequest::Probe { token, keys })
     }
 }
 
 impl Segment {
-    /// A segment that differs from those of other numbers.
+    /// A segment that differs from the segments with other numbers.
     pub(crate) fn new(number: u8) -> Self {
         let namespace = NamespaceDigest::of("conformance");
         let hash = |index: u8| BlockHash::new(&[[number; 31].as_slice(), &[index]].concat());
@@ -230,6 +251,22 @@ impl Segment {
     }
 }
 
+/// The options with a time to live.
+pub(crate) fn options(ttl: Duration) -> Options {
+    Options {
+        ttl,
+        ..Options::default()
+    }
+}
+
+/// The options of a host that only reads.
+pub(crate) fn reads_only() -> Options {
+    Options {
+        renew_rate: None,
+        ..Options::default()
+    }
+}
+
 pub(crate) fn file() -> Result<Rig, String> {
     let place = tempfile::tempdir().unwrap();
     let url = format!("file://{}/remote", place.path().display());
@@ -247,7 +284,7 @@ pub(crate) fn s3() -> Result<Rig, String> {
     Rig::new(&s3_url()?, Box::new(()))
 }
 
-/// A prefix of this test's own.
+/// A prefix for this test alone.
 #[cfg(feature = "s3")]
 pub(crate) fn s3_url() -> Result<String, String> {
     let url = std::env::var("UNDERCROFT_TEST_S3").map_err(

@@ -1,19 +1,21 @@
-//! A Redis server of a test's own.
+//! A Redis server for one test.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 
-/// A running server; ended when it is dropped.
+use super::child::free_port;
+
+/// A running server. Dropping this ends the server.
 pub(crate) struct Redis {
     child: Child,
     port: u16,
 }
 
 impl Redis {
-    /// Starts it with these arguments besides. Says why it cannot be started.
+    /// Starts a server with these additional arguments. The error says why it cannot be started.
     pub(crate) fn start(arguments: &[&str]) -> Result<Self, String> {
-        // Another process may take the port in between: then another is tried.
+        // If another process takes the port meanwhile, the loop tries another port.
         let mut last = String::new();
         for _ in 0..5 {
             let named = arguments.iter().position(|of| *of == "--port");
@@ -43,7 +45,7 @@ impl Redis {
                 .map_while(Result::ok)
                 .inspect(|line| last.clone_from(line));
             if seen.into_iter().any(|line| is_ready(&line)) {
-                // It goes on to write.
+                // The server continues to write.
                 std::thread::spawn(move || lines.for_each(drop));
                 return Ok(Self { child, port });
             }
@@ -70,11 +72,6 @@ impl Redis {
         assert!(!answer.starts_with('-'), "{command}: {answer}");
         answer.to_owned()
     }
-}
-
-pub(crate) fn free_port() -> u16 {
-    let free = TcpListener::bind("127.0.0.1:0").unwrap();
-    free.local_addr().unwrap().port()
 }
 
 impl Drop for Redis {

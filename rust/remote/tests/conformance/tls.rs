@@ -1,4 +1,4 @@
-//! Certificates: a server whose certificate no root vouches for gets nothing, credentials least of all.
+//! Certificates: a server whose certificate no trusted root has signed gets no byte, and no credentials.
 
 use std::path::Path;
 use std::process::Command;
@@ -6,11 +6,11 @@ use std::process::Command;
 use undercroft_core::remote::RemoteError;
 use undercroft_remote::Health;
 
-use crate::child::{child, url_of_parent};
+use crate::child::{child, free_port, url_of_parent};
 use crate::rig::{Rig, Segment};
-use crate::server::{Redis, free_port};
+use crate::server::Redis;
 
-/// Makes a root, and a certificate of this machine that it vouches for. False without the program `openssl`.
+/// Makes a root, and a certificate of this machine that the root signs. False without the program `openssl`.
 fn certify(place: &Path) -> bool {
     let run = |arguments: &[&str]| {
         let mut command = Command::new("openssl");
@@ -79,7 +79,7 @@ fn a_server_is_used_only_with_a_certificate_that_a_root_vouches_for() {
     }
 }
 
-/// Run by the test above.
+/// The test above runs this one.
 #[test]
 #[ignore = "a part of another test"]
 fn with_its_root() {
@@ -89,7 +89,7 @@ fn with_its_root() {
     rig.get_all(&segment).unwrap();
 }
 
-/// Run by the test above.
+/// The test above runs this one.
 #[test]
 #[ignore = "a part of another test"]
 fn without_its_root() {
