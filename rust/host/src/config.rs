@@ -136,7 +136,7 @@ impl HostConfig {
     /// Names the option that is unknown or has an impossible value, and the allowed values.
     pub fn from_json(json: &str) -> Result<Self, HostError> {
         let mut values = serde_json::Deserializer::from_str(json);
-        serde_path_to_error::deserialize(&mut values).map_err(|error| {
+        let config = serde_path_to_error::deserialize(&mut values).map_err(|error| {
             let text = error.inner().to_string();
             // The message never shows the JSON.
             let reason = text.split(" at line ").next().unwrap_or_default();
@@ -144,7 +144,11 @@ impl HostConfig {
                 "." => HostError::Option(reason.to_owned()),
                 path => HostError::Option(format!("{path}: {reason}")),
             }
-        })
+        })?;
+        // Options behind the object would be ignored.
+        let end = values.end();
+        end.map_err(|_| HostError::Option("the options are more than one JSON object".to_owned()))?;
+        Ok(config)
     }
 
     /// The socket of the configured server; `None` for an engine of this process.
@@ -166,13 +170,18 @@ impl HostConfig {
         &'a self,
         default_dir: &'a Path,
     ) -> (&'static str, SocketLocation<'a>) {
-        if self.socket != Path::new("") {
+        if self.is_server() {
             ("socket", SocketLocation::At(&self.socket))
         } else if self.socket_dir != Path::new("") {
             ("socket_dir", SocketLocation::In(&self.socket_dir))
         } else {
             ("socket_dir", SocketLocation::In(default_dir))
         }
+    }
+
+    /// Whether the engine is the engine of `undercroft serve`, which alone chooses the path of its socket.
+    pub(crate) fn is_server(&self) -> bool {
+        self.socket != Path::new("")
     }
 
     /// The cipher with the keys of the key file; `None` without a key file.
@@ -206,6 +215,10 @@ impl HostConfig {
         let defaults = undercroft_remote::Options::default();
         undercroft_remote::Options {
             ttl: self.remote_ttl.map_or(defaults.ttl, Duration::from_secs),
+            renew_rate: match self.remote_write {
+                RemoteWrite::None => None,
+                _ => self.remote_write_rate.or(defaults.renew_rate),
+            },
         }
     }
 
@@ -312,6 +325,9 @@ mod tests {
         );
         assert!(refused(r#"{"host_memory": -1}"#).starts_with("host_memory: "));
         assert!(!choice.contains("line"));
+        let second = refused(r#"{"host_memory": 1} {"disk_ttl": 5}"#);
+        assert!(second.contains("more than one JSON object"), "{second}");
+        assert!(HostConfig::from_json("{} \n").is_ok());
     }
 
     #[test]

@@ -5,13 +5,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
-use undercroft_core::arena::{Arena, Prefault, prefault_in_background};
+use undercroft_core::arena::{Prefault, prefault_in_background};
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::embedded::EmbeddedSession;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{Session, SessionSpec, SessionToken, Tokens};
 use undercroft_ipc::{Served, Server, SessionAddress, StatsSource, new_token};
 
+use crate::arena_memory::HostMemory;
 use crate::config::HostConfig;
 use crate::directories::Directories;
 use crate::error::HostError;
@@ -42,6 +43,10 @@ impl EmbeddedHost {
     /// # Errors
     /// If a directory, the memory, the IO engine or the socket cannot be used.
     pub fn open(config: &HostConfig) -> Result<Self, HostError> {
+        Self::open_in(config, &HostMemory::of_machine())
+    }
+
+    fn open_in(config: &HostConfig, memory: &HostMemory<'_>) -> Result<Self, HostError> {
         let mut of_engine = config.engine();
         of_engine.seed = random();
         let unix = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -49,7 +54,7 @@ impl EmbeddedHost {
         config.remote_location()?;
         // The directories come before the memory: they may be in use.
         let directories = Directories::open(config)?;
-        let arena = Arc::new(Arena::create(config.arena_bytes())?);
+        let arena = Arc::new(memory.arena(config.arena_bytes(), config.is_server())?);
         let io = (config.io_engine, config.io_depth());
         let engine = RunningEngine::start_with(
             of_engine,
@@ -179,5 +184,86 @@ impl EngineHost for EmbeddedHost {
 impl Drop for EmbeddedHost {
     fn drop(&mut self) {
         self.close();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::path::Path;
+
+    use undercroft_core::arena::{Arena, ArenaError};
+
+    use super::*;
+    use crate::config::{DiskCapacity, DiskConfig};
+
+    fn config(root: &Path) -> HostConfig {
+        let disks = ["good", "bad"].map(|name| DiskConfig {
+            path: root.join(name),
+            capacity: DiskCapacity::Bytes(64 << 20),
+        });
+        HostConfig {
+            host_memory: 16 << 20,
+            disks: disks.into(),
+            socket_dir: root.join("run"),
+            ..HostConfig::default()
+        }
+    }
+
+    /// The thread that tries the bad directory again must not keep the locks of the good ones.
+    #[test]
+    fn an_engine_that_could_not_start_leaves_its_directories_free() {
+        let root = tempfile::tempdir().unwrap();
+        drop(EmbeddedHost::open(&config(root.path())).unwrap());
+        // Another superblock's checksum: the directory is tried again later.
+        let superblock = root.path().join("bad/super");
+        let mut damaged = std::fs::read(&superblock).unwrap();
+        damaged[20] ^= 1;
+        std::fs::write(&superblock, &damaged).unwrap();
+
+        let mut without_socket = config(root.path());
+        without_socket.socket_dir = root.path().join("file");
+        std::fs::write(&without_socket.socket_dir, "").unwrap();
+        let refused = EmbeddedHost::open(&without_socket).unwrap_err();
+        assert!(matches!(refused, HostError::Socket { .. }), "{refused}");
+
+        let mut without_remote = config(root.path());
+        without_remote.remote = format!("file://{}/no/such/mount", root.path().display());
+        let refused = EmbeddedHost::open(&without_remote).unwrap_err();
+        assert!(
+            refused.to_string().contains("mount the file system"),
+            "{refused}"
+        );
+
+        let host = EmbeddedHost::open(&config(root.path())).unwrap();
+        assert_eq!(host.info()["disks"][0]["health"], "good");
+        assert_eq!(host.info()["disks"][1]["health"], "unavailable");
+    }
+
+    #[test]
+    fn only_a_server_waits_for_memory() {
+        let root = tempfile::tempdir().unwrap();
+        for is_server in [true, false] {
+            let mut config = HostConfig {
+                host_memory: 16 << 20,
+                socket_dir: root.path().join("run"),
+                ..HostConfig::default()
+            };
+            if is_server {
+                config.socket = root.path().join("run/serve.sock");
+            }
+            let free = Cell::new(false);
+            let memory = HostMemory {
+                create: &|size| match free.get() {
+                    true => Arena::create(size),
+                    false => Err(ArenaError::Memory { size, available: 0 }),
+                },
+                total: Some(1 << 30),
+                pause: &|_| free.set(true),
+                tell: &|_| {},
+            };
+            let opened = EmbeddedHost::open_in(&config, &memory);
+            assert_eq!(opened.is_ok(), is_server, "{opened:?}");
+        }
     }
 }

@@ -9,6 +9,8 @@ use undercroft_core::disk::portable::PortableError;
 use undercroft_core::error::{RegisterError, StoreError};
 use undercroft_ipc::{AttachError, ConnectError, SocketError};
 
+use crate::arena_memory::MEMORY_WAIT;
+
 /// Classes of errors, by their remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorClass {
@@ -32,6 +34,13 @@ pub enum HostError {
     /// The arena cannot be made.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+    /// The memory for a server's arena was not returned in time.
+    #[error(
+        "{0}, or end the processes that hold the memory: the workers of running vLLMs may still hold the memory of an \
+         earlier server (waited {wait} seconds)",
+        wait = MEMORY_WAIT.as_secs()
+    )]
+    MemoryHeld(ArenaError),
     /// The key file cannot be used.
     #[error(transparent)]
     KeyFile(#[from] KeyFileError),
@@ -104,6 +113,7 @@ impl HostError {
             },
             Self::Option(_)
             | Self::Arena(_)
+            | Self::MemoryHeld(_)
             | Self::KeyFile(_)
             | Self::Io(_)
             | Self::Socket { .. }

@@ -7,6 +7,8 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
 use serde::Serialize;
 use undercroft_core::checksum::checksum;
 use undercroft_core::cipher::{PayloadCipher, SEAL_BYTES};
@@ -61,11 +63,7 @@ pub fn export<E: From<HostError>>(
     mut progress: impl FnMut(u64, u64) -> Result<(), E>,
 ) -> Result<Exported, E> {
     if path.exists() {
-        let reason = io::Error::new(
-            io::ErrorKind::AlreadyExists,
-            "it exists; delete it or name another file",
-        );
-        return Err(failed(path, reason).into());
+        return Err(exists(path).into());
     }
     let mut contents = Vec::new();
     for directory in directories {
@@ -87,7 +85,7 @@ pub fn export<E: From<HostError>>(
         std::process::id()
     ));
     let written = write(&space, &sources, &stores, &part, &mut progress).and_then(|exported| {
-        std::fs::rename(&part, path).map_err(|error| E::from(failed(path, error)))?;
+        publish(&part, path)?;
         Ok(exported)
     });
     if written.is_err() {
@@ -95,6 +93,25 @@ pub fn export<E: From<HostError>>(
         let _ = std::fs::remove_file(&part);
     }
     written
+}
+
+/// Gives the finished file its name. A file that another process has made at `path` meanwhile stays.
+fn publish(part: &Path, path: &Path) -> Result<(), HostError> {
+    match renameat_with(CWD, part, CWD, path, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(()),
+        Err(Errno::EXIST) => Err(exists(path)),
+        // The file system does not know the flag.
+        Err(Errno::INVAL | Errno::NOSYS) if !path.exists() => {
+            std::fs::rename(part, path).map_err(|error| failed(path, error))
+        }
+        Err(Errno::INVAL | Errno::NOSYS) => Err(exists(path)),
+        Err(errno) => Err(failed(path, io::Error::from(errno))),
+    }
+}
+
+fn exists(path: &Path) -> HostError {
+    let reason = "it exists; delete it or name another file";
+    failed(path, io::Error::new(io::ErrorKind::AlreadyExists, reason))
 }
 
 /// The error of a file.
@@ -317,5 +334,29 @@ impl Stores<'_> {
         payload.truncate(bytes as usize);
         let checksum = checksum(&payload);
         Ok(Some((Record { checksum, ..record }, payload)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_was_made_during_the_export_is_not_overwritten() {
+        let root = tempfile::tempdir().unwrap();
+        let (part, path) = (root.path().join("part"), root.path().join("file"));
+        std::fs::write(&part, "exported").unwrap();
+        std::fs::write(&path, "theirs").unwrap();
+        let refused = publish(&part, &path).unwrap_err().to_string();
+        assert!(refused.contains("name another file"), "{refused}");
+        assert_eq!(std::fs::read(&path).unwrap(), b"theirs");
+        std::fs::remove_file(&path).unwrap();
+        // A link that leads nowhere is there, too.
+        std::os::unix::fs::symlink("nowhere", &path).unwrap();
+        publish(&part, &path).unwrap_err();
+        std::fs::remove_file(&path).unwrap();
+        publish(&part, &path).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"exported");
+        assert!(!part.exists());
     }
 }

@@ -143,7 +143,12 @@ impl Index {
                 return Err(failed(path, PortableError::Damaged { at, reason }).into());
             }
             inner.extend(record.parent);
-            index.parents.insert(record.hash, record.parent);
+            let first = index.parents.entry(record.hash).or_insert(record.parent);
+            // Otherwise a block could be its own ancestor, and its chain would not end.
+            if *first != record.parent {
+                let reason = "a block has two parents";
+                return Err(failed(path, PortableError::Damaged { at, reason }).into());
+            }
             let used: &mut u64 = last.entry(record.hash).or_default();
             *used = record.last.max(*used);
             if record.group != PLACEHOLDER {
@@ -363,5 +368,72 @@ impl Importer<'_> {
         let read = self.file.read_exact_at(&mut payload, place.at);
         read.map_err(|error| failed(self.path, error))?;
         Ok((checksum(&payload) == place.checksum).then_some(payload))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use undercroft_core::disk::format::{NamespaceEntry, Record};
+    use undercroft_core::disk::portable::PortableWriter;
+    use undercroft_core::namespace::GroupSpec;
+
+    use super::*;
+
+    fn hash(name: u8) -> BlockHash {
+        BlockHash::new(&[name; 32]).unwrap()
+    }
+
+    /// A file with these blocks and their parents. All its checksums are right.
+    fn read(blocks: &[(u8, Option<u8>)]) -> Result<Index, HostError> {
+        let spec = NamespaceSpec {
+            description: "model".to_owned(),
+            hash_block_size: 16,
+            alignment_tokens: 16,
+            groups: vec![GroupSpec {
+                kind: GroupKind::Full,
+                block_tokens: 16,
+                payload_bytes: 8,
+            }],
+        };
+        let entry = NamespaceEntry { instance: 7, spec };
+        let mut writer = PortableWriter::begin(Vec::new(), &entry).unwrap();
+        for &(name, parent) in blocks {
+            let payload = [name; 8];
+            let record = Record {
+                group: 0,
+                hit_class: 0,
+                seq: 1,
+                instance: 7,
+                slot: 0,
+                payload_bytes: 8,
+                checksum: checksum(&payload),
+                depth: if parent.is_none() { 1 } else { 2 },
+                last: 5,
+                written_s: 1_800_000_000,
+                hash: hash(name),
+                parent: parent.map(hash),
+            };
+            writer.add(&record, &payload).unwrap();
+        }
+        let bytes = writer.finish().unwrap().0;
+        let mut reader = PortableReader::open(bytes.as_slice()).unwrap();
+        Index::read(&mut reader, Path::new("file"), |_| Ok(()))
+    }
+
+    #[test]
+    fn a_file_in_which_a_block_is_its_own_ancestor_is_damaged() {
+        let whole = [(1, None), (2, Some(1)), (2, Some(1)), (3, Some(2))];
+        let index = read(&whole).unwrap();
+        assert_eq!(index.ends, [hash(3)]);
+        assert_eq!(index.chain(hash(3)), [hash(1), hash(2), hash(3)]);
+        for circle in [
+            [(1, None), (2, Some(1)), (1, Some(2)), (3, Some(2))],
+            [(1, None), (1, Some(1)), (2, Some(1)), (3, Some(2))],
+        ] {
+            let error = read(&circle).unwrap_err().to_string();
+            assert!(error.contains("a block has two parents"), "{error}");
+        }
+        let error = read(&[(1, Some(1))]).unwrap_err().to_string();
+        assert!(error.contains("before its parent"), "{error}");
     }
 }

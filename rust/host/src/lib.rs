@@ -4,6 +4,7 @@
 //! [`open`] gives an [`EngineHost`]. Its engine runs in this process ([`EmbeddedHost`]), in the process that
 //! has the directories open ([`SharedHost`]), or in `undercroft serve` ([`RemoteHost`]).
 
+mod arena_memory;
 mod config;
 mod directories;
 mod embedded;

@@ -236,3 +236,10 @@ impl RunningEngine {
         })
     }
 }
+
+/// An engine whose start fails after this point leaves its directories unlocked, even if the retry thread runs.
+impl Drop for RunningEngine {
+    fn drop(&mut self) {
+        self.stop(Duration::ZERO);
+    }
+}

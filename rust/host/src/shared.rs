@@ -1,15 +1,18 @@
 //! The engine of the process that has the directories open, until this process takes them over.
 
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use undercroft_core::disk::open::check_unused;
 use undercroft_core::error::StoreError;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{Session, Tokens};
 use undercroft_ipc::{Resolve, SessionAddress, is_served};
 
+use crate::arena_memory::check_memory;
 use crate::config::HostConfig;
 use crate::embedded::EmbeddedHost;
 use crate::error::HostError;
@@ -84,6 +87,10 @@ fn find_owner(config: HostConfig, taken_over: TakenOver) -> Resolve {
         if let Some(own) = &own {
             return Ok(own.socket().clone());
         }
+        if let Err(error) = check_memory(config.arena_bytes()) {
+            // Without memory the directories need not be opened.
+            return socket_of_owner(&config).ok_or_else(|| error.to_string());
+        }
         match EmbeddedHost::open(&config) {
             Ok(host) => {
                 let host = own.insert(Arc::new(host));
@@ -97,6 +104,15 @@ fn find_owner(config: HostConfig, taken_over: TakenOver) -> Resolve {
             })) => Ok(socket),
             Err(error) => Err(error.to_string()),
         }
+    })
+}
+
+/// The socket of the engine that has one of the directories open.
+fn socket_of_owner(config: &HostConfig) -> Option<PathBuf> {
+    let mut disks = config.disks.iter();
+    disks.find_map(|disk| match check_unused(&disk.path) {
+        Err(StoreError::InUse { socket, .. }) => socket,
+        _ => None,
     })
 }
 
@@ -210,6 +226,19 @@ mod tests {
         second.close();
         let third = EmbeddedHost::open(&config(root.path())).unwrap();
         assert!(!third.is_shared(), "the directories were released");
+    }
+
+    #[test]
+    fn a_takeover_without_memory_opens_no_directory_and_finds_the_owner() {
+        let root = tempfile::tempdir().unwrap();
+        let mut large = config(root.path());
+        large.host_memory = 1 << 50;
+        let mut resolve = find_owner(large, TakenOver::default());
+        let error = resolve().unwrap_err();
+        assert!(error.contains("host_memory 1024 TiB: only"), "{error}");
+        assert!(!root.path().join("disk").exists());
+        let owner = EmbeddedHost::open(&config(root.path())).unwrap();
+        assert_eq!(resolve(), Ok(owner.socket().clone()));
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use rustix::event::PollFlags;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
 use undercroft_core::arena::{Arena, ArenaError};
 use undercroft_core::session::SessionToken;
@@ -15,7 +16,7 @@ use crate::frame::{
     self, ARENA_BODY_BYTES, FrameError, FrameKind, HEADER_BYTES, Header, attach_request,
     decode_arena_body,
 };
-use crate::peer::peer_uid;
+use crate::peer::{is_quiet, peer_uid};
 use crate::socket_dir::connect_at_once;
 
 /// Longest wait for the server's answer.
@@ -85,6 +86,12 @@ pub fn let_go(mut connection: UnixStream) {
     if connection.set_nonblocking(true).is_ok() {
         let _ = connection.write_all(&frame::let_go());
     }
+}
+
+/// Whether the engine of an [`Attachment`] still runs, as far as its connection shows this.
+pub fn is_engine_there(connection: &UnixStream) -> bool {
+    // The engine sends nothing more on the connection: an event on it is its end.
+    is_quiet(connection, PollFlags::IN)
 }
 
 /// Gets the arena from the engine's socket, for the session with this token. Waits at most five seconds for the answer.

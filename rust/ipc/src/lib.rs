@@ -26,7 +26,7 @@ mod atomic {
     pub(crate) use std::sync::atomic::{AtomicU8, Ordering};
 }
 
-pub use arena_client::{AttachError, Attachment, attach, let_go};
+pub use arena_client::{AttachError, Attachment, attach, is_engine_there, let_go};
 pub use client::{Client, ClientConfig, ConnectionState, Resolve};
 pub use client_state::SessionAddress;
 pub use connection::{ConnectError, is_served, operate, server_status};

@@ -26,6 +26,13 @@ pub const OFFERS_MAX: usize = 4096;
 /// Most bytes of a request's id that a client sends.
 pub const LABEL_BYTES_MAX: usize = 80;
 
+/// The part of a request's id that is sent to a server, and that the server keeps.
+pub(crate) fn label_of(name: &str) -> &str {
+    let end = name.len().min(LABEL_BYTES_MAX);
+    let end = (0..=end).rev().find(|&end| name.is_char_boundary(end));
+    &name[..end.unwrap_or(0)]
+}
+
 /// Most steps of a report.
 pub const STEPS_MAX: usize = 256;
 

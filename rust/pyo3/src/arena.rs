@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use undercroft_core::session::SessionToken;
 use undercroft_host::HostError;
@@ -102,12 +101,9 @@ impl PyArena {
     fn is_served(&self) -> bool {
         let connection = self.connection.lock();
         let connection = connection.unwrap_or_else(PoisonError::into_inner);
-        connection.as_ref().is_none_or(|connection| {
-            let mut fds = [PollFd::new(connection, PollFlags::IN)];
-            // The engine sends nothing more on the connection: an event on it is its end.
-            let nothing = Timespec::default();
-            poll(&mut fds, Some(&nothing)) == Ok(0)
-        })
+        connection
+            .as_ref()
+            .is_none_or(undercroft_ipc::is_engine_there)
     }
 
     /// Tell the engine that this process will not copy from or to the arena any more. Without this call the engine

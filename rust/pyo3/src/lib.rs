@@ -7,6 +7,7 @@ mod engine;
 mod errors;
 mod hashes;
 mod inspect;
+mod interrupt;
 mod json;
 mod memory;
 mod remote;

@@ -24,8 +24,12 @@ const BYTES: usize = 20_000;
 #[cfg(all(feature = "remote-redis", feature = "remote-s3"))]
 mod bad_stores;
 #[cfg(all(feature = "remote-redis", feature = "remote-s3"))]
+#[path = "../../../remote/tests/conformance/child.rs"]
+mod child;
+#[cfg(all(feature = "remote-redis", feature = "remote-s3"))]
 mod limits;
 #[cfg(all(feature = "remote-redis", feature = "remote-s3"))]
+#[expect(dead_code, reason = "tests of a single store use all of it")]
 #[path = "../../../remote/tests/conformance/proxy.rs"]
 mod proxy;
 #[cfg(all(feature = "remote-redis", feature = "remote-s3"))]

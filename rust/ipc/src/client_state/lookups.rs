@@ -8,7 +8,7 @@ use undercroft_core::session::{Hit, Lookup, LookupRequest, Priority, Step, Token
 
 use super::{ClientRequest, ClientState, Polled, Stage};
 use crate::protocol::{
-    ClientMessage, LABEL_BYTES_MAX, LookupMessage, REQUESTS_MAX, STEPS_MAX, append_with_hashes,
+    ClientMessage, LookupMessage, REQUESTS_MAX, STEPS_MAX, append_with_hashes, label_of,
 };
 
 /// A lookup whose answer is a miss is sent again after this time, since other sessions save blocks.
@@ -227,13 +227,6 @@ impl ClientState {
         }
         true
     }
-}
-
-/// The part of a request's id that is sent to a server.
-fn label_of(name: &str) -> &str {
-    let end = name.len().min(LABEL_BYTES_MAX);
-    let end = (0..=end).rev().find(|&end| name.is_char_boundary(end));
-    &name[..end.unwrap_or(0)]
 }
 
 /// The answer while the server's reply is due: the scheduler waits once for the reply, a prefetch does not wait.

@@ -11,7 +11,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 use serde_json::{Value, json};
 
 use super::peer::{Peer, Role};
-use super::service::{PAUSE, Service};
+use super::service::{End, PAUSE, Service};
 use super::{Served, ServerControl};
 use crate::frame::arena_answer;
 use crate::peer::peer_credentials;
@@ -112,18 +112,23 @@ pub(super) fn describe(
     })
 }
 
-/// Sends the arena's descriptor. Returns whether the whole answer was sent. A new connection has room for the answer.
-pub(super) fn hand_over(stream: &UnixStream, served: &Served, version: u16) -> bool {
+/// Sends the arena's descriptor. A new connection has room for the answer.
+///
+/// # Errors
+/// `Closed` if a part of the answer was sent: the descriptor comes with its first byte. `LetGo` if nothing was sent.
+pub(super) fn hand_over(stream: &UnixStream, served: &Served, version: u16) -> Result<(), End> {
     let mut answer = arena_answer(served.arena.size(), served.arena_id);
     answer[4..6].copy_from_slice(&version.to_le_bytes());
     let fds = [served.arena.fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    ancillary.push(SendAncillaryMessage::ScmRights(&fds))
-        && sendmsg(
-            stream.as_fd(),
-            &[IoSlice::new(&answer)],
-            &mut ancillary,
-            SendFlags::NOSIGNAL,
-        ) == Ok(answer.len())
+    if !ancillary.push(SendAncillaryMessage::ScmRights(&fds)) {
+        return Err(End::LetGo);
+    }
+    let parts = [IoSlice::new(&answer)];
+    match sendmsg(stream.as_fd(), &parts, &mut ancillary, SendFlags::NOSIGNAL) {
+        Ok(sent) if sent == answer.len() => Ok(()),
+        Ok(_) => Err(End::Closed),
+        Err(_) => Err(End::LetGo),
+    }
 }

@@ -176,8 +176,18 @@ impl Peer {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(Filled::All),
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => Err(self.reset()),
                 Err(_) => Err(End::Closed),
             };
+        }
+    }
+
+    /// The end of a peer that did not read all that was sent. The kernel closes a descriptor that was not received.
+    fn reset(&self) -> End {
+        match self.role {
+            // A worker is sent the arena only.
+            Role::Worker(_) => End::LetGo,
+            Role::New | Role::Client(_) => End::Closed,
         }
     }
 

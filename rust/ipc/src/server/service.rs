@@ -112,7 +112,7 @@ pub(super) struct Service {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
     Closed,
-    /// A worker copies no more.
+    /// A worker copies no more, or has not taken the arena.
     LetGo,
     Refused,
     Malformed,
@@ -382,11 +382,7 @@ impl Service {
         peer.process = process_of(&peer.stream);
         self.control.attached.fetch_add(1, Ordering::Relaxed);
         let version = peer.version();
-        if hand_over(&peer.stream, &self.served, version) {
-            Ok(())
-        } else {
-            Err(End::Closed)
-        }
+        hand_over(&peer.stream, &self.served, version)
     }
 
     /// Carries out a message of a connection without a session.

@@ -22,6 +22,7 @@ use session::{Budgets, ServedSession};
 mod hints;
 mod job;
 mod request;
+mod resets;
 mod session;
 mod transfers;
 
@@ -190,7 +191,7 @@ impl ServedSessions {
                 session.end_transfer(driver, transfer, ok);
             }
             ClientMessage::Reset { reset } => {
-                session.reset(driver, reset);
+                session.reset(driver, reset)?;
                 session.answer_resets(driver, out);
             }
             ClientMessage::Hint(hint) => session.take_hint(driver, hint, budgets, out)?,

@@ -14,6 +14,9 @@ pub(super) const REQUEST_BYTES: u64 = 512;
 
 const HASH_BYTES: u64 = size_of::<BlockHash>() as u64;
 
+/// Least capacity of a vector of hashes that is not empty, as the standard library allocates it.
+const CAPACITY_MIN: usize = 4;
+
 /// One request of a session.
 #[derive(Debug)]
 pub(super) struct ServedRequest {
@@ -22,7 +25,8 @@ pub(super) struct ServedRequest {
     /// vLLM's name for the request.
     pub(super) label: String,
     pub(super) hashes: Vec<BlockHash>,
-    /// Whether the request had too many hashes for the server. Then it gets neither hits nor slots.
+    /// Whether the server had no room for the request. Then it gets neither hits nor slots until it ends, and it does
+    /// not count against the session's share: [`REQUESTS_MAX`](crate::protocol::REQUESTS_MAX) bounds such requests.
     pub(super) over: bool,
     /// Whether the request's lookup is pending.
     pub(super) pending: bool,
@@ -45,6 +49,30 @@ pub(super) enum Looked {
 }
 
 impl ServedRequest {
+    pub(super) fn new(request: u64) -> Self {
+        Self {
+            name: request.to_string(),
+            label: String::new(),
+            hashes: Vec::new(),
+            over: false,
+            pending: false,
+            version: 0,
+            computed: Tokens(0),
+            max: Tokens(0),
+            min: Tokens(0),
+            wait: None,
+            queued: Tokens(0),
+            priority: Priority::Prefetch,
+        }
+    }
+
+    /// The server has no room for the request.
+    pub(super) fn give_up(&mut self) {
+        self.over = true;
+        self.hashes = Vec::new();
+        self.label = String::new();
+    }
+
     /// Whether the lookup is still pending in the engine.
     pub(super) fn still_pending(&self, engine: &Engine, id: SessionId) -> bool {
         engine
@@ -112,10 +140,30 @@ impl ServedRequest {
 /// Bytes by which a vector of hashes grows when `count` hashes are added; `None` if they fit.
 pub(super) fn growth(hashes: &Vec<BlockHash>, count: usize) -> Option<u64> {
     let (capacity, needed) = (hashes.capacity(), hashes.len() + count);
-    let grown = needed.max(2 * capacity) - capacity;
+    let grown = needed.max(2 * capacity).max(CAPACITY_MIN) - capacity;
     (needed > capacity).then_some(grown as u64 * HASH_BYTES)
 }
 
+/// Bytes of a request that count against the session's share.
 pub(super) fn bytes_of(state: &ServedRequest) -> u64 {
-    REQUEST_BYTES + state.hashes.capacity() as u64 * HASH_BYTES
+    if state.over {
+        0
+    } else {
+        REQUEST_BYTES + state.hashes.capacity() as u64 * HASH_BYTES
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::label_of;
+
+    #[test]
+    fn a_request_with_the_longest_label_takes_no_more_than_its_share() {
+        let label = label_of(&"\u{10348}".repeat(1000)).to_owned();
+        // A hash map has up to two places for an entry.
+        let entry = 2 * size_of::<(u64, ServedRequest)>();
+        let bytes = entry + u64::MAX.to_string().len() + label.capacity();
+        assert!(bytes as u64 <= REQUEST_BYTES, "{bytes}");
+    }
 }

@@ -3,6 +3,7 @@
 //! A message whose work grows with a prompt makes a [`Job`], which is carried out step by step. The session's next
 //! message is carried out when its jobs are done.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,8 +20,8 @@ use super::request::{Looked, REQUEST_BYTES, ServedRequest, bytes_of, growth};
 use super::transfers::end_some;
 use crate::budget::Budget;
 use crate::protocol::{
-    HASHES_MAX, HashRun, LABEL_BYTES_MAX, LeasedHit, LookupAnswer, LookupMessage, REQUESTS_MAX,
-    ServerMessage,
+    HASHES_MAX, HashRun, LeasedHit, LookupAnswer, LookupMessage, REQUESTS_MAX, ServerMessage,
+    label_of,
 };
 
 /// With more bytes of queued answers than this, a client gets no further answers until it has read these.
@@ -56,7 +57,7 @@ pub(super) struct ServedSession {
     /// Loads and saves under way, by the client's numbers.
     pub(super) transfers: HashMap<u64, TransferId>,
     /// Resets that have not been answered.
-    resets: Vec<u64>,
+    pub(super) resets: Vec<u64>,
     pub(super) jobs: VecDeque<Job>,
     /// Names of the requests of a client whose connection has ended.
     left_behind: Vec<String>,
@@ -155,31 +156,21 @@ impl ServedSession {
         budgets: &mut Budgets,
     ) -> Result<&mut ServedRequest, Violation> {
         let count = hashes.count().ok_or(Violation)?;
-        if !self.requests.contains_key(&request) {
-            let fits = budgets.hashes.allows(self.request_bytes, REQUEST_BYTES);
-            if self.requests.len() >= REQUESTS_MAX || !fits {
-                return Err(Violation);
+        let is_full = self.requests.len() >= REQUESTS_MAX;
+        let state = match self.requests.entry(request) {
+            Entry::Occupied(state) => state.into_mut(),
+            Entry::Vacant(_) if is_full => return Err(Violation),
+            Entry::Vacant(place) => {
+                let state = place.insert(ServedRequest::new(request));
+                if budgets.hashes.allows(self.request_bytes, REQUEST_BYTES) {
+                    self.request_bytes += REQUEST_BYTES;
+                    budgets.hashes.take(REQUEST_BYTES);
+                } else {
+                    state.give_up();
+                }
+                state
             }
-            self.request_bytes += REQUEST_BYTES;
-            budgets.hashes.take(REQUEST_BYTES);
-        }
-        let state = self
-            .requests
-            .entry(request)
-            .or_insert_with(|| ServedRequest {
-                name: request.to_string(),
-                label: String::new(),
-                hashes: Vec::new(),
-                over: false,
-                pending: false,
-                version: 0,
-                computed: Tokens(0),
-                max: Tokens(0),
-                min: Tokens(0),
-                wait: None,
-                queued: Tokens(0),
-                priority: Priority::Prefetch,
-            });
+        };
         if state.over {
             return Ok(state);
         }
@@ -188,14 +179,12 @@ impl ServedSession {
         }
         let before = bytes_of(state);
         if state.hashes.len() + count > HASHES_MAX {
-            state.over = true;
-            state.hashes = Vec::new();
+            state.give_up();
         } else if let Some(bytes) = growth(&state.hashes, count) {
             if budgets.hashes.allows(self.request_bytes, bytes) {
                 state.hashes.reserve(count);
             } else {
-                state.over = true;
-                state.hashes = Vec::new();
+                state.give_up();
             }
         }
         let after = bytes_of(state);
@@ -244,9 +233,8 @@ impl ServedSession {
     fn ask(&mut self, message: &LookupMessage<'_>) {
         if let Some(state) = self.requests.get_mut(&message.request) {
             state.version = message.version;
-            if !message.label.is_empty() {
-                let label = message.label.chars().take(LABEL_BYTES_MAX);
-                state.label = label.collect();
+            if !message.label.is_empty() && !state.over {
+                state.label = label_of(message.label).to_owned();
             }
             (state.computed, state.max) = (message.computed, message.max);
             (state.min, state.wait, state.queued) = (message.min, message.wait, message.queued);
@@ -489,11 +477,6 @@ impl ServedSession {
         .append_to(out);
     }
 
-    pub(super) fn reset(&mut self, driver: &Driver, reset: u64) {
-        driver.enter(|engine| engine.reset(self.id));
-        self.resets.push(reset);
-    }
-
     /// Appends the answers of some lookups that are no longer pending.
     pub(super) fn answer_lookups(
         &mut self,
@@ -530,19 +513,6 @@ impl ServedSession {
                     state.pending = false;
                     self.answer(driver, budgets, request, false, looked, out);
                 }
-            }
-        }
-    }
-
-    pub(super) fn answer_resets(&mut self, driver: &Driver, out: &mut Vec<u8>) {
-        if self.resets.is_empty() {
-            return;
-        }
-        let state = driver.read(|engine| (engine.reset_pending(), !engine.reset_failed()));
-        let (pending, ok) = state.unwrap_or((false, false));
-        if !pending {
-            for reset in self.resets.drain(..) {
-                ServerMessage::Reset { reset, ok }.append_to(out);
             }
         }
     }

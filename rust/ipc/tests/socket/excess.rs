@@ -39,8 +39,12 @@ fn register(namespace: NamespaceSpec) -> ClientMessage<'static> {
 }
 
 fn lookup(version: u32, hashes: HashRun<'_>) -> ClientMessage<'_> {
+    lookup_of(1, version, hashes)
+}
+
+fn lookup_of(request: u64, version: u32, hashes: HashRun<'_>) -> ClientMessage<'_> {
     ClientMessage::Lookup(LookupMessage {
-        request: 1,
+        request,
         version,
         label: "",
         computed: Tokens(0),
@@ -169,18 +173,7 @@ fn hashes_beyond_a_clients_share_are_not_kept_and_its_lookups_are_misses() {
             hash_bytes: 1,
             ..run(&bytes)
         };
-        greedy.say(&ClientMessage::Lookup(LookupMessage {
-            request,
-            version: 1,
-            label: "",
-            computed: Tokens(0),
-            max: Tokens::MAX,
-            min: Tokens(0),
-            priority: Priority::Demand,
-            wait: None,
-            queued: Tokens(0),
-            hashes,
-        }));
+        greedy.say(&lookup_of(request, 1, hashes));
         let answer = greedy.hear();
         assert!(
             matches!(answer, Some(ServerMessage::Answer { .. })),
@@ -210,6 +203,93 @@ fn hashes_beyond_a_clients_share_are_not_kept_and_its_lookups_are_misses() {
         "{granted:?}"
     );
     assert_eq!(other.save(1, 1, &hashes(3, 8)), 8);
+    drop((greedy, other));
+    until("nothing is left", || rig.in_use() == [0; 4]);
+}
+
+#[test]
+fn a_new_request_beyond_a_clients_share_is_a_miss_until_it_ends() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let rig = Rig::start(&socket, None, 1);
+    let (mut greedy, _) = Raw::registered(&socket);
+    let prompt = hashes(1, 4);
+    assert_eq!(greedy.save(1, 1, &prompt), 4);
+    greedy.say(&ClientMessage::EndTransfer {
+        transfer: 1,
+        ok: true,
+    });
+    let bytes = vec![7; 1 << 19];
+    let run_of = |known, bytes| HashRun {
+        known,
+        hash_bytes: 1,
+        bytes,
+    };
+    // Two requests of each length take the share but for the bytes of the shortest one.
+    let sizes = (0..=19).rev().map(|power| 1 << power).chain([0]);
+    for (request, len) in (100..).zip(sizes.flat_map(|len| [len, len])) {
+        greedy.say(&lookup_of(request, 1, run_of(0, &bytes[..len])));
+        assert!(greedy.hear().is_some(), "request {request}");
+    }
+    let bytes_of_sessions = || {
+        let sessions = status(&socket)["sessions"].clone();
+        let sessions = sessions.as_array().unwrap().iter();
+        sessions
+            .map(|of| of["request_bytes"].as_u64().unwrap())
+            .sum::<u64>()
+    };
+    let share = bytes_of_sessions();
+    assert!((47 << 20..=48 << 20).contains(&share), "{share}");
+    // Now the share of the first client is smaller than its requests.
+    let (mut other, _) = Raw::registered(&socket);
+    other.lookup(1, &prompt);
+    assert!(matches!(
+        other.hear(),
+        Some(ServerMessage::Answer {
+            answer: LookupAnswer::Hit(_),
+            ..
+        })
+    ));
+    let before = bytes_of_sessions();
+    let known = prompt.len() as u32;
+    for request in 200..300 {
+        greedy.lookup(request, &prompt);
+        let is_miss = |answer: Option<ServerMessage>| {
+            let nothing = LookupAnswer::NOTHING;
+            matches!(answer, Some(ServerMessage::Answer { answer, .. }) if answer == nothing)
+        };
+        assert!(is_miss(greedy.hear()), "request {request}");
+        // The client counts the hashes as known to the server.
+        greedy.say(&lookup_of(request, 2, run_of(known, b"x")));
+        assert!(is_miss(greedy.hear()), "request {request}");
+    }
+    greedy.say(&ClientMessage::EndLookup { request: 200 });
+    greedy.say(&ClientMessage::BeginSave(SaveMessage {
+        request: 200,
+        transfer: 2,
+        tokens: Tokens(TOKENS),
+        offers: Vec::new(),
+        hashes: run_of(known + 1, b"y"),
+    }));
+    let granted = greedy.hear();
+    assert!(
+        matches!(&granted, Some(ServerMessage::Granted { extents, .. }) if extents.is_empty()),
+        "{granted:?}"
+    );
+    assert_eq!(bytes_of_sessions(), before, "they take nothing");
+    // With the end of a long request there is room again, also for the number of a request without room.
+    for request in [100, 101, 200] {
+        greedy.say(&ClientMessage::FinishRequest { request });
+    }
+    greedy.lookup(200, &prompt);
+    assert!(matches!(
+        greedy.hear(),
+        Some(ServerMessage::Answer {
+            answer: LookupAnswer::Hit(_),
+            ..
+        })
+    ));
+    assert_eq!(rig.server.counters().malformed, 0);
     drop((greedy, other));
     until("nothing is left", || rig.in_use() == [0; 4]);
 }

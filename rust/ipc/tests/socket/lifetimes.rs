@@ -1,8 +1,13 @@
 //! Lifetimes of sessions and slots: clients that vanish, workers that still copy, sessions that part.
 
+use std::io::Write;
+use std::net::Shutdown;
+
+use rustix::event::{PollFd, PollFlags, poll};
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{Session, SessionToken, Tokens};
+use undercroft_ipc::frame::attach_request;
 use undercroft_ipc::protocol::{
     ClientMessage, LeasedHit, LookupAnswer, SaveMessage, ServerMessage,
 };
@@ -132,6 +137,24 @@ fn what_a_worker_may_still_copy_is_kept_until_its_process_is_gone() {
     worker.kill().unwrap();
     worker.wait().unwrap();
     until("all is freed", || rig.in_use() == [0; 4]);
+}
+
+#[test]
+fn a_process_that_does_not_take_the_arena_is_no_worker() {
+    let (_dir, socket, rig) = rig();
+    let (mut raw, token) = Raw::registered(&socket);
+    assert_eq!(raw.save(8, 80, &hashes(2, 3)), 3);
+    // The server cannot send its answer.
+    let mut deaf = Raw::connect(&socket);
+    deaf.stream.shutdown(Shutdown::Read).unwrap();
+    deaf.stream.write_all(&attach_request(token)).unwrap();
+    // The answer has arrived, and nobody reads it.
+    let mut hasty = Raw::connect(&socket);
+    hasty.stream.write_all(&attach_request(token)).unwrap();
+    poll(&mut [PollFd::new(&hasty.stream, PollFlags::IN)], None).unwrap();
+    drop((deaf, hasty, raw));
+    until("all is freed", || rig.in_use() == [0; 4]);
+    assert_eq!((Raw::workers(&socket), rig.sessions()), (0, 0));
 }
 
 #[test]

@@ -8,7 +8,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 from undercroft.cli import vllm_http
@@ -27,6 +29,14 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int | None
     """Tokens of the prompt; None if the server does not say (--enable-prompt-tokens-details)."""
+
+
+class _StatusError(CommandError):
+    """The server has answered with a status that is an error."""
+
+    def __init__(self, place: str, code: int, text: str) -> None:
+        super().__init__(f"{place}: HTTP {code} {text}".rstrip())
+        self.code = code
 
 
 class VllmClient:
@@ -48,16 +58,16 @@ class VllmClient:
 
     def count_tokens(self, model: str, text: str) -> int:
         """Tokens of a text in the model's own tokenizer."""
-        return int(self._json("/tokenize", {"model": model, "prompt": text})["count"])
+        return int(self._field("count", "/tokenize", {"model": model, "prompt": text}))
 
     def token_ids(self, model: str, text: str) -> list[int]:
         """The tokens themselves."""
-        return list(self._json("/tokenize", {"model": model, "prompt": text})["tokens"])
+        return list(self._field("tokens", "/tokenize", {"model": model, "prompt": text}))
 
     def device_tokens(self) -> int | None:
         """Tokens that the device's own prefix cache holds; None if the server does not say."""
         with self._open("/metrics") as response:
-            found = _DEVICE.search(response.read().decode())
+            found = _DEVICE.search(response.read().decode(errors="replace"))
         labels = dict(re.findall(r'(\w+)="([^"]*)"', found[1])) if found else {}
         try:
             return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
@@ -69,15 +79,15 @@ class VllmClient:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                with self._request("/reset_prefix_cache", {}) as response:
+                with self._open("/reset_prefix_cache", {}) as response:
                     body = response.read()
-            except urllib.error.HTTPError as error:
+                    # It is refused while blocks are being saved.
+                    if not body or json.loads(body).get("success", True):
+                        return True
+            except _StatusError as error:
                 if error.code in (404, 405):
                     return False
-                raise CommandError(f"/reset_prefix_cache: HTTP {error.code}") from None
-            # It is refused while blocks are being saved.
-            if not body or json.loads(body).get("success", True):
-                return True
+                raise
             if time.monotonic() > deadline:
                 raise CommandError("the server refuses to empty the device's prefix cache: it serves other requests")
             time.sleep(0.1)
@@ -100,38 +110,38 @@ class VllmClient:
                 if event.get("choices") and first is None:
                     first = time.perf_counter() - start
                 usage = event.get("usage") or usage
-        if first is None or not usage:
-            raise CommandError("/v1/completions: the answer held no tokens")
-        details = usage.get("prompt_tokens_details") or {}
-        return Answer(first, int(usage["prompt_tokens"]), details.get("cached_tokens"))
+            if first is None or not usage:
+                raise CommandError("/v1/completions: the answer held no tokens")
+            details = usage.get("prompt_tokens_details") or {}
+            return Answer(first, int(usage["prompt_tokens"]), details.get("cached_tokens"))
 
     def _first_model(self) -> dict[str, Any]:
-        models: list[dict[str, Any]] = self._json("/v1/models")["data"]
+        models: list[dict[str, Any]] = self._field("data", "/v1/models")
         if not models:
             raise CommandError(f"{self._url} serves no model")
         return models[0]
 
-    def _json(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def _field(self, name: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """A field of the JSON object that the server answers."""
         with self._open(path, body) as response:
-            try:
-                return json.load(response)
-            except ValueError:
-                raise CommandError(f"{self._url}{path} answers without JSON: is it a vLLM server?") from None
+            return json.load(response)[name]
 
-    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    @contextmanager
+    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[Any]:
+        """The answer to a request. Raises CommandError also for errors of the ``with`` statement's body, which reads
+        the answer."""
+        data = None if body is None else json.dumps(body).encode()
         try:
-            return self._request(path, body)
+            request = urllib.request.Request(self._url + path, data, self._headers)
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+                yield response
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace").strip()
-            raise CommandError(f"{self._url}{path}: HTTP {error.code} {text[:500]}") from None
-        except OSError as error:
+            raise _StatusError(self._url + path, error.code, vllm_http.text_of(error)) from None
+        except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise CommandError(f"{self._url} does not answer ({reason}); give the URL of a running vLLM") from None
-
-    def _request(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, self._headers)
-        return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise CommandError(f"{self._url}{path} answers otherwise than vLLM: is it a vLLM server?") from None
 
 
 def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,6 @@
 //! Engines with real stores behind a proxy with network faults.
 
+use super::child::{child, free_port, url_of_parent};
 use super::proxy::{Fault, Proxy};
 use super::server::Redis;
 use super::*;
@@ -143,22 +144,12 @@ fn an_object_store_that_fails_costs_hits_and_is_used_again() {
         return;
     };
     let upstream = endpoint.rsplit(':').next().unwrap();
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = free.local_addr().unwrap().port().to_string();
-    drop(free);
-    let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "--ignored", "--nocapture"])
-        .arg("remote_tier::tests::bad_stores::before_an_object_store")
-        .env("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{port}"))
-        .env("UNDERCROFT_TEST_S3", url)
-        .env("UNDERCROFT_TEST_PORTS", format!("{port} {upstream}"))
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        output.status.success() && text.contains("1 passed"),
-        "{text}{errors}"
+    let port = free_port();
+    let server = format!("http://127.0.0.1:{port}");
+    child(
+        "remote_tier::tests::bad_stores::before_an_object_store",
+        &format!("{port} {upstream} {url}"),
+        &[("AWS_ENDPOINT_URL", &server)],
     );
 }
 
@@ -166,10 +157,11 @@ fn an_object_store_that_fails_costs_hits_and_is_used_again() {
 #[test]
 #[ignore = "a part of another test"]
 fn before_an_object_store() {
-    let ports = std::env::var("UNDERCROFT_TEST_PORTS").unwrap();
-    let (port, upstream) = ports.split_once(' ').unwrap();
+    let of_parent = url_of_parent();
+    let [port, upstream, bucket] = of_parent.split(' ').collect::<Vec<_>>()[..] else {
+        panic!("two ports and a bucket: {of_parent}");
+    };
     let proxy = Proxy::start(port.parse().unwrap(), upstream.parse().unwrap());
-    let bucket = std::env::var("UNDERCROFT_TEST_S3").unwrap();
     let busy = "HTTP/1.1 503 x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
     let faults = [
         Fault::Stall,

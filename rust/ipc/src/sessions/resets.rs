@@ -1,0 +1,75 @@
+//! Resets of a session's client.
+
+use undercroft_core::driver::{Driver, EngineAccess};
+
+use super::Violation;
+use super::session::ServedSession;
+use crate::protocol::ServerMessage;
+
+/// Most resets of a session that are pending. A vLLM waits at most a second for each.
+const RESETS_MAX: usize = 1024;
+
+impl ServedSession {
+    pub(super) fn reset(&mut self, driver: &Driver, reset: u64) -> Result<(), Violation> {
+        if self.resets.len() >= RESETS_MAX {
+            return Err(Violation);
+        }
+        driver.enter(|engine| engine.reset(self.id));
+        self.resets.push(reset);
+        Ok(())
+    }
+
+    /// Appends the answers of all resets, if none is pending any more.
+    pub(super) fn answer_resets(&mut self, driver: &Driver, out: &mut Vec<u8>) {
+        if self.resets.is_empty() {
+            return;
+        }
+        let state = driver.read(|engine| (engine.reset_pending(), !engine.reset_failed()));
+        let (pending, ok) = state.unwrap_or((false, false));
+        if !pending {
+            for reset in self.resets.drain(..) {
+                ServerMessage::Reset { reset, ok }.append_to(out);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use undercroft_core::arena::Arena;
+    use undercroft_core::engine::{Engine, EngineConfig};
+    use undercroft_core::io::{IoEngineChoice, open_io_engine};
+    use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+    use undercroft_core::session::SessionSpec;
+
+    use super::*;
+
+    #[test]
+    fn resets_that_are_pending_are_bounded() {
+        let arena = Arc::new(Arena::create(1 << 20).unwrap());
+        let (io, _) = open_io_engine(IoEngineChoice::ThreadPool, 4, arena, Vec::new()).unwrap();
+        let driver = Driver::start(Engine::new(EngineConfig::new(1 << 20)), io).unwrap();
+        let namespace = NamespaceSpec {
+            description: String::new(),
+            hash_block_size: 16,
+            alignment_tokens: 16,
+            groups: vec![GroupSpec {
+                kind: GroupKind::Full,
+                block_tokens: 16,
+                payload_bytes: 4096,
+            }],
+        };
+        let id = driver.enter(|engine| engine.open_session(SessionSpec::from(namespace)));
+        let mut session = ServedSession::new(id.unwrap().unwrap(), String::new());
+        for reset in 0..RESETS_MAX as u64 {
+            assert_eq!(session.reset(&driver, reset), Ok(()));
+        }
+        assert_eq!(session.reset(&driver, 0), Err(Violation));
+        let mut out = Vec::new();
+        session.answer_resets(&driver, &mut out);
+        assert!(!out.is_empty());
+        assert_eq!(session.reset(&driver, 0), Ok(()));
+    }
+}
