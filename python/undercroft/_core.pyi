@@ -413,21 +413,22 @@ class Arena:
         """An arena of this process alone, for benchmarks and tests of the copiers. Raises ConfigError."""
 
     def prefault(self, offset: int, length: int) -> None:
-        """Put memory behind a range and into this process's page tables, in huge pages where the kernel has them.
+        """Allocate the memory of a range and map it into this process, in huge pages if the kernel has some.
 
-        Where the kernel cannot be asked (before Linux 5.14), nothing happens. Raises OSError when the memory is not
-        there, or the range lies outside.
+        Before Linux 5.14, which lacks the call, nothing happens. Raises OSError if there is no memory, or if the range
+        lies outside the arena.
         """
 
     def fileno(self) -> int:
         """The descriptor of the memory, which belongs to the arena.
 
-        All processes that map the arena share one open file description: to lock it against the others, open it anew.
+        All processes that map the arena share one open file description. A process that locks the file against the
+        other processes must open the file anew.
         """
 
     @property
     def nodes(self) -> list[int]:
-        """NUMA nodes over which the memory is interleaved; empty where the kernel chooses."""
+        """NUMA nodes over which the memory is interleaved; empty if the kernel chooses the nodes."""
 
     @property
     def address(self) -> int:
@@ -435,37 +436,37 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
 
     @property
     def arena_id(self) -> int:
-        """Differs from arena to arena: that of `ArenaAddress`."""
+        """Tells one arena from another; the same as in `ArenaAddress`."""
 
     @property
     def is_served(self) -> bool:
-        """Whether its engine still runs, as far as the socket tells; true without one (`create`)."""
+        """Whether the arena's engine still runs, by the state of the socket; true without an engine (`create`)."""
 
 @final
 class Copier:
     """Copies between device pages in host memory (vLLM's CPU platform) and the arena, on threads of its own.
 
-    Loads go before saves. When it is dropped, it first finishes the submitted jobs.
+    Loads come before saves. When a copier is dropped, it first finishes the submitted jobs.
     """
 
     def __new__(cls, arena: Arena, threads: int = 1) -> Copier: ...
     def submit(
         self, to_arena: bool, jobs: list[tuple[int, int]], addresses: bytes, offsets: bytes, sizes: bytes
     ) -> None:
-        """Queue jobs, all of them or none. Each job is a pair: its number, and the number of its pieces. The pieces are
+        """Queue all jobs, or none of them. Each job is a pair: its number, and the number of its pieces. The pieces are
         little-endian int64 arrays of device addresses, arena offsets and sizes in bytes, in the order of the jobs.
 
-        The memory at the addresses must stay valid, and untouched by others, until the job is returned by `poll`. A
+        The memory at the addresses must stay valid, and no other thread may use it, until `poll` returns the job. A
         range outside the arena raises UndercroftError and queues nothing.
         """
 
     @property
     def routine(self) -> str:
-        """How bytes are copied: the routine that was the fastest on this processor. Waits for the measurement."""
+        """Name of the routine that copies: the fastest routine on this processor. Waits for the measurement."""
 
     def poll(self) -> list[tuple[int, float]]:
         """Jobs that have ended since the last call: (job id, seconds from the first byte to the last)."""
@@ -475,16 +476,18 @@ class Copier:
 
 @final
 class Replay:
-    """The engine's index, slots and policies, to replay a trace on. Nothing is stored."""
+    """Replays a trace on the engine's index, slots and policies. Stores no payloads."""
 
     def __new__(
         cls, host_blocks: int, disk_blocks: int = 0, leafhd: bool = False, second_touch: bool = False
     ) -> Replay:
-        """An empty engine; capacities in blocks, 0 disk blocks for none. Raises ConfigError."""
+        """An empty engine. Capacities are in blocks; without disk blocks there is no disk tier. Raises ConfigError."""
 
     def request(self, prompt: int, blocks: list[int]) -> tuple[int, int]:
-        """Serve a request: look up the first ``prompt`` of its blocks, then save all. A block's number, below 2**64,
-        stands for its content and all before it. Returns the blocks found in host memory and those found on disk.
+        """Serve a request: look up the first ``prompt`` of its blocks, then save all its blocks.
+
+        A block's number, below 2**64, identifies the content of the block and of all blocks before it. Returns the
+        number of blocks found in host memory, and the number found on disk.
         """
 
     @property
@@ -493,36 +496,38 @@ class Replay:
 
 def available_memory() -> int:
     """Bytes of memory that this process may still take: the kernel's estimate, or the rest of its control group's
-    limit if that is less. Inactive file cache counts as available. Raises UndercroftError if the kernel does not tell.
+    limit if this rest is less. Inactive file cache counts as available. Raises UndercroftError if the kernel names no
+    figure.
     """
 
 def probe_io_uring() -> str | None:
     """Why this process cannot use io_uring, with the likely cause; None if it can. Opens a ring and closes it."""
 
 def slots_in(capacity: int, payload_bytes: int) -> int:
-    """Payloads of ``payload_bytes`` that a tier of ``capacity`` bytes holds if it holds no others: slots are aligned,
-    and lie in pages. 0 if a payload fits no page."""
+    """Number of payloads of ``payload_bytes`` that a tier of ``capacity`` bytes holds if it holds no other payloads.
+    Slots are aligned, and lie in pages. 0 if a payload fits no page."""
 
 def inspect(directory: str) -> dict[str, Any]:
     """The contents of a cache directory. Changes nothing.
 
-    Keys: format_version, capacity_bytes, used_bytes, records, damaged_records, namespaces (a list of digest,
-    description, blocks, bytes, and the age of the oldest and newest block, oldest_s and newest_s, in seconds). Raises
-    StoreError.
+    Keys: format_version, used_by (the process that has the directory open), capacity_bytes, used_bytes, records,
+    damaged_records, namespaces (a list of digest, description, blocks, bytes, and in seconds the ages of the oldest and
+    newest block and of the last use: oldest_s, newest_s, last_use_s). Raises StoreError.
     """
 
 def examine(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """The outcome of opening the directories of these options, as `Engine` takes them. For each: ``path``, ``error``,
-    ``starts``, ``capacity``, ``is_kept`` and ``notes``. Changes nothing. Raises ConfigError."""
+    """The outcome of opening the directories of these options, which have the form for `Engine`. For each directory:
+    ``path``, ``error``, ``starts``, ``capacity``, ``is_kept`` and ``notes``. Changes nothing. Raises ConfigError."""
 
 def descriptions(directory: str) -> list[str]:
-    """The descriptions of the namespaces that a cache directory holds, which may be in use. Raises StoreError."""
+    """The descriptions of the namespaces in a cache directory. The directory may be in use. Raises StoreError."""
 
 def verify(directory: str, progress: Callable[[int, int], object]) -> dict[str, Any]:
-    """Reads every payload of a cache directory and compares its checksum. Changes nothing.
+    """Read every payload of a cache directory and compare its checksum. Changes nothing.
 
-    ``progress(done, total)`` is called now and then. Keys of the result: checked, corrupt, bytes. Blocks of a
-    directory in use may be replaced meanwhile and count as corrupt. Raises StoreError.
+    ``progress(done, total)`` is called now and then. Keys of the result: checked, corrupt, bytes, corrupt_blocks (a
+    list of namespace, offset, bytes), used_by. Blocks of a directory in use may be replaced meanwhile and count as
+    corrupt. Raises StoreError.
     """
 
 def export_namespace(
@@ -530,22 +535,23 @@ def export_namespace(
 ) -> dict[str, Any]:
     """Write the blocks on disk of the namespace whose digest starts with ``digest`` to a new file.
 
-    Keys: namespace, blocks, bytes, left_out. ``key_file`` has the keys of encrypted directories, and is empty for
-    none; the file is plain. ``progress(done, total)`` is called now and then; an exception of it ends the export, and
-    nothing is left. Raises ConfigError, StoreError, UndercroftError.
+    Keys of the result: namespace, blocks, bytes, left_out. ``key_file`` has the keys of encrypted directories; empty
+    for no keys. The written file is not encrypted. ``progress(done, total)`` is called now and then. If it raises, the
+    export ends and leaves no file. Raises ConfigError, StoreError, UndercroftError.
     """
 
 def import_namespace(socket: str, path: str, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
-    """Save the blocks of such a file in the engine at ``socket``.
+    """Save the blocks of a file of `export_namespace` in the engine at ``socket``.
 
-    Keys: namespace, blocks, bytes, saved_blocks. ``progress(step, done, total)`` is called now and then. Raises
-    ConfigError, ServerError, UndercroftError.
+    Keys of the result: namespace, blocks, bytes, saved_blocks. ``progress(step, done, total)`` is called now and then.
+    Raises ConfigError, ServerError, UndercroftError.
     """
 
 def drop_namespace(directory: str, digest: str) -> int:
-    """Remove namespaces from a cache directory that is not in use: how many whose digest starts with ``digest``.
+    """Remove the namespaces whose digest starts with ``digest`` from a cache directory that is not in use.
 
-    At least eight hexadecimal digits. Raises ConfigError, StoreError.
+    ``digest`` has at least eight hexadecimal digits. Returns the number of removed namespaces. Raises ConfigError,
+    StoreError.
     """
 
 def remote_gc(
@@ -557,27 +563,27 @@ def remote_gc(
     min_age: int = 60,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Removes old objects from a remote store; ages are in seconds. ``progress([done, total])`` is called now and then.
+    """Remove old objects from a remote store; ages are in seconds. ``progress([done, total])`` is called now and then.
 
     Keys of the result: objects, bytes, removed_objects, removed_bytes, skipped_objects, removed_leftovers,
     excess_bytes, oldest_s, dry_run, seconds. Raises ConfigError, UndercroftError.
     """
 
 def remote_contents(url: str) -> dict[str, Any]:
-    """The contents of a remote store. Changes nothing of undercroft's.
+    """The contents of a remote store. Changes no object.
 
     Keys: objects, bytes, other_objects, namespaces (a list of digest, description, objects, bytes, oldest_s, newest_s).
     Raises ConfigError, UndercroftError.
     """
 
 def remote_check(url: str) -> list[dict[str, str]]:
-    """Findings on a remote store: name, status ("ok", "warn" or "fail"), found and advice of each. Raises
+    """Check a remote store. Each finding has name, status ("ok", "warn" or "fail"), found and advice. Raises
     ConfigError."""
 
 def remote_measure(
     url: str, sizes: list[int], total: int, progress: Callable[[dict[str, Any]], object]
 ) -> dict[str, Any]:
-    """Speeds of a remote store, with about ``total`` bytes of objects of each size.
+    """Measure the speeds of a remote store, with about ``total`` bytes of objects of each size.
 
     Keys: probe_ms, probe_32_ms, sizes (the values that ``progress`` gets: object_bytes, put_bytes_per_s,
     get_bytes_per_s, bare_get_bytes_per_s, put_cpu_s_per_gb, get_cpu_s_per_gb, bare_get_cpu_s_per_gb),

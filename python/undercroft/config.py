@@ -222,7 +222,7 @@ class UndercroftConfig:
     )]
     remote_write_rate: Annotated[int, Option(
         "size", "500MB", SIZE_FORMAT + "; 0 is unlimited",
-        "Maximum bytes per second written to the remote store. Blocks beyond it are not written there.",
+        "Maximum bytes per second written to the remote store. Further blocks wait, and are left out if too many wait.",
         parse_size, str, "engine",
     )]
     remote_ttl: Annotated[int, Option(
@@ -326,7 +326,7 @@ class UndercroftConfig:
         for key, value in extra_config.items():
             if key not in known:
                 raise ConfigError(
-                    f"undercroft: unknown option {key!r} = {value!r} in {EXTRA_CONFIG}"
+                    f"undercroft: unknown option {key!r} = {without_credentials(value)!r} in {EXTRA_CONFIG}"
                     f"{_hint(str(key), known)}. Allowed: {', '.join(known)}."
                 )
         values: dict[str, Any] = {}

@@ -15,8 +15,10 @@ import queue
 import socket
 import sys
 import threading
+import traceback
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 Request = dict[str, Any]
@@ -36,7 +38,10 @@ NOT_READY = -703
 NOT_FOUND = -704
 LEASE_EXPIRED = -707
 TRANSFER_FAILED = -800
+REPLICA_NOT_FOUND = -710
+REPLICA_GONE = -712
 RPC_FAILED = -900
+RPC_LATE = -901
 WORDS = {
     NO_SPACE: ("full", "no process that lends memory has room"),
     NOT_READY: ("not_found", "the object is being written"),
@@ -44,21 +49,24 @@ WORDS = {
     LEASE_EXPIRED: ("late", "the object might have been evicted while it was read"),
     TRANSFER_FAILED: ("unreachable", "the transfer failed"),
     RPC_FAILED: ("unreachable", "mooncake_master does not answer"),
+    RPC_LATE: ("late", "mooncake_master does not answer in time"),
 }
+SETTLED = {NO_SPACE, NOT_READY, NOT_FOUND, LEASE_EXPIRED, REPLICA_NOT_FOUND, REPLICA_GONE, RPC_FAILED, RPC_LATE}
+"""Codes of requests without a transfer, or whose transfer has ended. After other codes a transfer may still run."""
 
 
 class OperationError(Exception):
-    """An operation failed: the kind of failure, and a text for the operator."""
+    """An operation failed: the kind of failure, a text for the operator, and whether no transfer runs any more."""
 
-    def __init__(self, kind: str, detail: str) -> None:
+    def __init__(self, kind: str, detail: str, *, settled: bool = False) -> None:
         super().__init__(detail)
-        self.kind, self.detail = kind, detail
+        self.kind, self.detail, self.settled = kind, detail, settled
 
 
 def error_of(code: int) -> OperationError:
     """The error for a code of Mooncake."""
     kind, words = WORDS.get(code, ("unreachable", "an error"))
-    return OperationError(kind, f"Mooncake: {words} (code {code})")
+    return OperationError(kind, f"Mooncake: {words} (code {code})", settled=code in SETTLED)
 
 
 class Helper:
@@ -145,12 +153,17 @@ class Helper:
 
     def _each(self, batch: list[Request]) -> None:
         for request in batch:
-            try:
-                self._answer(request["id"], **getattr(self, f"_{request['op']}_one")(request))
-            except OperationError as error:
-                self._answer(request["id"], error=error.kind, detail=error.detail)
-            except Exception as error:  # Whatever the client raises is a failure of this request.
-                self._answer(request["id"], error="unreachable", detail=f"Mooncake: {error}")
+            self._carry_out(request, getattr(self, f"_{request['op']}_one"))
+
+    def _carry_out(self, request: Request, work: Callable[[Request], dict[str, Any]]) -> None:
+        """Answer a request with the result of ``work``, or with its failure."""
+        try:
+            fields = work(request)
+        except OperationError as error:
+            fields = {"error": error.kind, "detail": error.detail, "settled": error.settled}
+        except Exception as error:  # Whatever the client raises is a failure of this request.
+            fields = {"error": "unreachable", "detail": f"Mooncake: {error}"}
+        self._answer(request["id"], **fields)
 
     def _exist_one(self, request: Request) -> dict[str, Any]:
         found = self._store.batch_is_exist(request["keys"])
@@ -179,7 +192,11 @@ class Helper:
         return {"values": [1]}
 
     def _sizes_one(self, request: Request) -> dict[str, Any]:
+        """The sizes of objects; -1 for an object that is missing or is being written."""
         sizes = [self._store.get_size(key) for key in request["keys"]]
+        for size in sizes:
+            if size < 0 and (failed := error_of(size)).kind != "not_found":
+                raise failed
         return {"values": [max(size, -1) for size in sizes]}
 
     def _list_one(self, request: Request) -> dict[str, Any]:
@@ -202,26 +219,33 @@ class Helper:
 
     def _get(self, batch: list[Request]) -> None:
         """Read objects, or their first bytes. It reads ranges, which need half the CPU time of whole objects."""
+        sizes: list[int] = []
+        failed: Exception | None = None
         try:
             sizes = self._read(batch)
-        except Exception as error:  # Whatever the client raises is a failure of these requests.
-            for request in batch:
-                self._answer(request["id"], error="unreachable", detail=f"Mooncake: {error}")
-            return
-        for request, size in zip(batch, sizes, strict=True):
+        except Exception as error:
+            failed = error
+
+        def result(place: int, request: Request) -> dict[str, Any]:
+            if failed is not None:
+                raise failed
+            size = sizes[place]
             if size == INVALID_PARAMETERS:
                 size = self._read_short(request)
-            if size >= 0:
-                self._answer(request["id"], values=[size])
-            else:
-                failed = error_of(size)
-                self._answer(request["id"], error=failed.kind, detail=failed.detail)
+            if size < 0:
+                raise error_of(size)
+            return {"values": [size]}
+
+        for place, request in enumerate(batch):
+            self._carry_out(request, partial(result, place))
 
     def _read(self, batch: list[Request]) -> list[int]:
         places = [self._address + request["at"] for request in batch]
         zeros = [[[0]] for _ in batch]
         sizes = [[[request["bytes"]]] for request in batch]
         found = self._store.get_into_ranges(places, [[request["key"]] for request in batch], zeros, zeros, sizes)
+        if len(found) != len(batch):
+            raise OperationError("unreachable", f"Mooncake: {len(found)} results for {len(batch)} reads")
         return [of_object[0][0] for of_object in found]
 
     def _read_short(self, request: Request) -> int:
@@ -256,12 +280,17 @@ def main() -> None:
     for name, level in (("GLOG_minloglevel", "2"), ("MC_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, level)
     helper = Helper(connection)
+    code = 1
     try:
         helper.run()
         helper.close()
+        code = 0
+    except BaseException:
+        # The last line is the reason that the core reports.
+        traceback.print_exc()
     finally:
         # Threads of the client may hang.
-        os._exit(0)
+        os._exit(code)
 
 
 if __name__ == "__main__":

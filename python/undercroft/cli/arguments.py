@@ -7,6 +7,7 @@ import urllib.parse
 from collections.abc import Callable
 
 from undercroft.model.layers import DTYPE_BYTES
+from undercroft.remote_url import without_credentials
 from undercroft.units import DURATION_FORMAT, SIZE_FORMAT, parse_duration, parse_size
 
 
@@ -63,8 +64,14 @@ def url(text: str) -> str:
         possible = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         possible = False
+    if "@" in text:
+        raise argparse.ArgumentTypeError(
+            f"{without_credentials(text)} has credentials, which messages would show. Leave them out"
+        )
     if not possible:
-        raise argparse.ArgumentTypeError(f"{text} is no address of a vLLM. Allowed: http://host:port, or https://...")
+        raise argparse.ArgumentTypeError(
+            f"{without_credentials(text)} is no address of a vLLM. Allowed: http://host:port, or https://..."
+        )
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 

@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         parents=[shared],
         help="remove blocks from a running engine",
         description="Removes blocks from host memory and disk while the engine runs. No lookup finds them "
-        "afterwards, also after a restart. Blocks in use are removed when their use ends. Exit code 1 if no engine "
+        "afterwards, not even after a restart. Blocks in use are removed when their use ends. Exit code 1 if no engine "
         "answers, it refuses, or --timeout is over.",
         epilog="example: undercroft clear --namespace 3f9a1c02 --erase --yes",
     )
@@ -101,7 +101,8 @@ def _print(cleared: dict[str, Any], erase: bool, over: bool) -> None:
     if failed := cleared["erase_failures"]:
         print(f"{failed} blocks could not be erased: their filesystem cannot, or fails. undercroft status shows which")
     if over and cleared["pending"]:
-        print(f"{cleared['pending']} hash blocks are in use or pinned, and are removed when that use ends")
+        left = cleared["pending"]
+        print(f"{left} hash blocks are in use, pinned, or on a disk that hangs, and are removed when that ends")
     if not over:
         print("not finished in time: the engine continues", file=sys.stderr)
     if not cleared["durable"]:

@@ -59,14 +59,27 @@ def of_directory(path: str) -> str:
     lock = Path(path) / "lock"
     try:
         lines = lock.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
+    except PermissionError as error:
+        raise CommandError(f"--disk-path {path}: {error}; run the command as the user of the engine") from None
+    except (FileNotFoundError, NotADirectoryError):
         if not Path(path).is_dir():
             raise ConfigError(
                 f"--disk-path {path}: there is no such directory; give that of a running engine"
             ) from None
         raise CommandError(f"--disk-path {path}: no engine has ever used this directory") from None
-    if len(lines) < 2 or not Path(lines[1]).exists():
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--disk-path {path}: {lock} cannot be read ({error})") from None
+    if len(lines) < 2:
         raise CommandError(f"--disk-path {path}: no engine has this directory open now")
+    try:
+        Path(lines[1]).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CommandError(
+            f"--disk-path {path}: the last engine in this directory listens at {lines[1]}, which does not exist here: "
+            "that engine has ended, or runs in a container with a directory of its own for sockets"
+        ) from None
+    except OSError:
+        pass  # The attempt to connect tells more.
     return lines[1]
 
 

@@ -56,21 +56,21 @@ def run(args: argparse.Namespace, verb: str, fields: dict[str, Any]) -> int:
             raise ConfigError(f"--id {args.name}: the name is one pin's, and the file has {len(lines)} lines")
         fields = fields | {"id": args.name}
     give = _to_engine(args, verb, fields) if to_engine else _to_vllm(args, verb, fields)
-    answers = [give(line) for line in lines]
+    answers = [give(line) for _, line in lines]
     if args.json:
         print(json.dumps({"answers": answers}))
     else:
-        for number, answer in enumerate(answers, 1):
+        for (number, _), answer in zip(lines, answers, strict=True):
             reason = f" ({answer['reason']})" if "reason" in answer else ""
             print(f"line {number}: {answer['answer']}, {answer['tokens']} tokens{reason}")
     return 1 if any(answer["answer"] == "rejected" for answer in answers) else 0
 
 
-def _lines(args: argparse.Namespace) -> list[Any]:
+def _lines(args: argparse.Namespace) -> list[tuple[int, Any]]:
     if args.file is None:
         if not args.name:
             raise ConfigError("a file of prompts is needed, or --id with the name of a pin")
-        return [None]
+        return [(1, None)]
     if args.hashes:
         return prompts.read(args.file, lambda line: hints.parse_hashes(line) is not None, hints.HASHES_ALLOWED)
     return prompts.read(args.file, prompts.is_prompt, prompts.ALLOWED)

@@ -25,22 +25,24 @@ def add_file(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     )
 
 
-def read(file: Path, is_possible: Callable[[Any], bool], allowed: str) -> list[Any]:
-    """The value of each line that is not empty. Raises ConfigError."""
+def read(file: Path, is_possible: Callable[[Any], bool], allowed: str) -> list[tuple[int, Any]]:
+    """The number and the value of each line that is not empty. Raises ConfigError."""
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: the file cannot be read ({error})") from None
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # JSON text may hold the other characters at which `str.splitlines` splits.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            found.append(json.loads(line))
+            value = json.loads(line)
         except ValueError:
             raise ConfigError(f"{file}, line {number}: it is not JSON; allowed: {allowed}") from None
-        if not is_possible(found[-1]):
+        if not is_possible(value):
             raise ConfigError(f"{file}, line {number}: allowed: {allowed}")
+        found.append((number, value))
     if not found:
         raise ConfigError(f"{file}: the file has no line; allowed: {allowed}")
     return found

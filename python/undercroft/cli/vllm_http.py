@@ -14,10 +14,12 @@ from typing import Any
 
 from undercroft.cli import arguments
 from undercroft.cli.output import CommandError
+from undercroft.errors import ConfigError
 
 _TIMEOUT_S = 60.0
 _OF_LONGER_ANSWERS = frozenset({"max_completion_tokens", "min_tokens", "n", "best_of", "stream_options"})
 """Fields of a request that conflict with an answer of one token."""
+_LATIN_1_MAX = 0xFF
 
 
 class RefusedError(CommandError):
@@ -30,6 +32,9 @@ class Vllm:
 
     url: str
     api_key: str | None
+
+    def __post_init__(self) -> None:
+        headers(self.api_key)
 
     def first_model(self) -> str:
         """The first model that the vLLM serves."""
@@ -58,8 +63,7 @@ class Vllm:
         except urllib.error.HTTPError as error:
             if error.code == HTTPStatus.UNAUTHORIZED:
                 raise CommandError(f"{place}: vLLM asks for its key; give --api-key, or set OPENAI_API_KEY") from None
-            text = error.read().decode(errors="replace")[:500]
-            raise RefusedError(f"{place}: HTTP {error.code}: {text}") from None
+            raise RefusedError(f"{place}: HTTP {error.code}: {text_of(error)}") from None
         except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise CommandError(f"{place}: no vLLM answers there ({reason})") from None
@@ -82,7 +86,21 @@ def add_api_key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="as vLLM was given it (default: $OPENAI_API_KEY)")
 
 
+def text_of(error: urllib.error.HTTPError) -> str:
+    """The beginning of the text of an answer whose status is an error; empty if the text cannot be read."""
+    try:
+        return error.read().decode(errors="replace").strip()[:500]
+    except (OSError, HTTPException):
+        return ""
+
+
 def headers(api_key: str | None) -> dict[str, str]:
-    """The headers of a request to a vLLM."""
+    """The headers of a request to a vLLM. Raises ConfigError for a key that no header can hold."""
     key = api_key or os.environ.get("OPENAI_API_KEY")
+    # The message of http.client would show the key.
+    if key and (not key.isprintable() or max(map(ord, key)) > _LATIN_1_MAX):
+        raise ConfigError(
+            f"{'--api-key' if api_key else 'OPENAI_API_KEY'}: the key has a line break, or another character that an "
+            "HTTP header cannot hold; give the key alone"
+        )
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})

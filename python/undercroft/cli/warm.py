@@ -67,11 +67,13 @@ def run(args: argparse.Namespace) -> int:
     return 1 if refused else 0
 
 
-def _complete_all(vllm: vllm_http.Vllm, model: str, lines: list[Any], parallel: int) -> Iterator[dict[str, Any]]:
+def _complete_all(
+    vllm: vllm_http.Vllm, model: str, lines: list[tuple[int, Any]], parallel: int
+) -> Iterator[dict[str, Any]]:
     """The result of each line, in the order of vLLM's answers. Raises CommandError."""
     waiting: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
     results: SimpleQueue[dict[str, Any] | CommandError] = SimpleQueue()
-    for each in enumerate(lines, 1):
+    for each in lines:
         waiting.put(each)
 
     def work() -> None:

@@ -127,13 +127,15 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._start_scheduler(config)
             else:
                 logger.warning("undercroft is off, vLLM serves without it: %s.", reason)
-        elif reason is None:
+        else:
             from undercroft.connector.worker import ATTACH_TIMEOUT_S, WorkerConnector
 
             # A server may be frozen or may have ended; an engine in vLLM's process runs as long as vLLM.
             timeout_s = config.server_timeout_ms / 1e3 if config.server else ATTACH_TIMEOUT_S
-            vllm_patches.end_copies_before_sleep(ours_in)
-            self._worker = WorkerConnector(vllm_config, kv_cache_config, attach_timeout_s=timeout_s)
+            if reason is None:
+                vllm_patches.end_copies_before_sleep(ours_in)
+            # vLLM tells the scheduler's half less of the model, so this half may be the only one that declines.
+            self._worker = WorkerConnector(vllm_config, kv_cache_config, attach_timeout_s=timeout_s, declined=reason)
 
     def _start_scheduler(self, config: UndercroftConfig) -> None:
         assert self._threshold is not None

@@ -211,6 +211,9 @@ def _why_not_deployed_so(vllm_config: VllmConfig) -> str | None:
         return f"tensor parallelism over {hosts} nodes: only one of them can reach the cache's memory"
     if getattr(vllm_config, "lora_config", None) is not None and not compat.hashes_adapters():
         return "this vLLM's block hashes do not tell LoRA adapters apart in a way known here"
+    if getattr(getattr(vllm_config, "speculative_config", None), "method", None) == "extract_hidden_states":
+        # The workers may find this layer in a group whose spec, as the scheduler gets it, shows only the other layers.
+        return "speculative decoding with extract_hidden_states: its layer of hidden states is not known here"
     aux_output = getattr(vllm_config, "aux_output_config", None)
     if getattr(aux_output, "enabled", False) and not compat.caps_external_hits():
         return "--enable-return-routed-experts: this vLLM fails on a hit whose routed experts it did not compute itself"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,11 +30,21 @@ GRANT_TIMEOUT_S = 1.0
 of a millisecond."""
 
 
+SAVE_TIMEOUT_S = 60.0
+"""Longest time in which the workers copy a save."""
+SAVE_TIMEOUT_STEPS = 16
+"""Least number of steps before a save is late: workers report in steps, and vLLM may run none for a long time."""
+
+
 @dataclass(slots=True)
 class _Save:
     """A save that workers copy."""
 
     pinned: list[KVCacheBlock]
+    deadline: float
+    """End of the time for the copy (seconds of a monotonic clock)."""
+    last_step: int
+    """The number of the step before which the save is not late."""
     ranks_ended: int = 0
     failed: bool = False
 
@@ -91,8 +102,15 @@ class Saves:
         self._pool: BlockPool | None = None
         self._pending: dict[int, _Pending] = {}
         self._saves: dict[int, _Save] = {}
+        """Saves that the workers copy, the oldest first."""
+        self._late: dict[int, _Save] = {}
+        """Saves that the workers have not ended in time, which hold no device blocks any more."""
+        self._is_stuck = False
+        """Whether a save was late, and no save has ended since."""
+        self._step = 0
 
     def __len__(self) -> int:
+        """The number of saves that hold device blocks, or whose end has an effect."""
         return len(self._saves) + len(self._pending)
 
     def bind(self, pool: BlockPool) -> None:
@@ -158,6 +176,9 @@ class Saves:
         states: Mapping[tuple[int, int], int],
         saved_tokens: int,
     ) -> list[SaveResult]:
+        if self._is_stuck and len(self):
+            # Otherwise each further save would hold device blocks until it is late. One save at a time is an attempt.
+            return [SaveResult(request_id, num_tokens, True, None)]
         offers = offers + [Offer(index, block, block + 1) for index, block in states]
         grant = self._session.begin_save(request_id, hashes, num_tokens, offers)
         if grant is None:
@@ -173,15 +194,22 @@ class Saves:
         return []
 
     def poll(self) -> list[SaveResult]:
-        """The results of pending saves since the last call."""
+        """The results of pending saves since the last call. vLLM calls this in each step."""
+        self._step += 1
         results = []
-        for grant in self._session.poll_saves():
-            if (save := self._pending.pop(grant.transfer_id, None)) is not None:
-                results.append(self._granted(save, grant))
-            elif grant.extents:
-                self._session.end_transfer(grant.transfer_id, False)
-        if self._pending:
-            results += self._give_up(time.monotonic())
+        try:
+            for grant in self._session.poll_saves():
+                if (save := self._pending.pop(grant.transfer_id, None)) is not None:
+                    results.append(self._granted(save, grant))
+                elif grant.extents:
+                    self._drop_slots(grant.transfer_id)
+        except Exception as error:
+            # The deadlines below hold all the same.
+            self._report("build_connector_meta", error)
+        if self._pending or self._saves:
+            now = time.monotonic()
+            results += self._give_up(now)
+            self._release_late(now)
         return results
 
     def _give_up(self, now: float) -> list[SaveResult]:
@@ -190,9 +218,38 @@ class Saves:
         for transfer_id in [transfer_id for transfer_id, save in self._pending.items() if now > save.deadline]:
             save = self._pending.pop(transfer_id)
             self._unpin(save)
-            self._session.end_transfer(transfer_id, False)
+            self._drop_slots(transfer_id)
             given_up.append(SaveResult(save.request_id, save.num_tokens, True, None))
         return given_up
+
+    def _release_late(self, now: float) -> None:
+        """Release the device blocks of saves that the workers have not ended in time: vLLM waits for these blocks.
+
+        A worker may still read these blocks, which soon hold other KV. So the save counts as failed, and nobody reads
+        its slots. The slots stay taken until all ranks have ended the copy, because a worker may still write there.
+        """
+        late = list(takewhile(lambda one: self._is_late(one[1], now), self._saves.items()))
+        for transfer_id, save in late:
+            self._late[transfer_id] = self._saves.pop(transfer_id)
+            save.failed = True
+            self._unpin(save)
+        if late:
+            self._is_stuck = True
+            error = TimeoutError(
+                f"undercroft: saves that the workers have not ended within {SAVE_TIMEOUT_S:g} s: {len(late)}. Their "
+                "device blocks are free again. Their host memory stays taken until the workers end the copies"
+            )
+            self._report("build_connector_meta", error)
+
+    def _is_late(self, save: _Save, now: float) -> bool:
+        return now >= save.deadline and self._step >= save.last_step
+
+    def _drop_slots(self, transfer_id: int) -> None:
+        """Tell the engine that no worker copies into the slots of a save. Raises nothing: other saves must go on."""
+        try:
+            self._session.end_transfer(transfer_id, False)
+        except Exception as error:
+            self._report("build_connector_meta", error)
 
     def _granted(self, save: _Pending, grant: SaveGrant) -> SaveResult:
         copies: list[GroupCopy] = []
@@ -202,7 +259,9 @@ class Saves:
                 found = [_group_copy(self._groups, extent, save.tables, save.states) for extent in grant.extents]
                 copies = _by_group(copy for copy in found if len(copy.offsets))
                 if copies and self._is_held(copies, save):
-                    self._saves[grant.transfer_id] = _Save(self._pin(_blocks(copies)))
+                    deadline = time.monotonic() + SAVE_TIMEOUT_S
+                    pinned = self._pin(_blocks(copies))
+                    self._saves[grant.transfer_id] = _Save(pinned, deadline, self._step + SAVE_TIMEOUT_STEPS)
                 else:
                     # No block needs a copy, or the engine wants device blocks without a reference: these are retried.
                     refused = refused or bool(copies)
@@ -212,8 +271,7 @@ class Saves:
             self._report("build_connector_meta", error)
             copies = []
         if grant.extents and not copies:
-            # No worker will copy into these slots.
-            self._session.end_transfer(grant.transfer_id, False)
+            self._drop_slots(grant.transfer_id)
         self._unpin(save)
         job = TransferJob(grant.transfer_id, save.request_id, grant.session, copies) if copies else None
         return SaveResult(save.request_id, save.num_tokens, refused, job)
@@ -250,12 +308,14 @@ class Saves:
             if transfer_id in self._saves:
                 self._saves[transfer_id].failed = True
         for transfer_id, ranks in answer.saves_ended.items():
-            save = self._saves.get(transfer_id)
+            of_id = self._saves if transfer_id in self._saves else self._late
+            save = of_id.get(transfer_id)
             if save is None:
                 continue
             save.ranks_ended += ranks
             if save.ranks_ended >= self._world_size:
-                del self._saves[transfer_id]
+                del of_id[transfer_id]
+                self._is_stuck = False
                 self._unpin(save)
                 ended.append((transfer_id, not save.failed))
         return ended

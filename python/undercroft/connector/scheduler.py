@@ -212,8 +212,8 @@ class SchedulerConnector:
             self._load_impossible(state)
             return
         self._loading[request_id] = plan
-        self.steps.computed(state, state.num_computed_tokens + num_external_tokens)
         self._metadata.loads.append(plan.job)
+        self.steps.computed(state, state.num_computed_tokens + num_external_tokens)
         begin = state.num_computed_tokens
         size = self._groups.engine_block_size
         hashes = self._groups.hashes(request.block_hashes)
@@ -238,13 +238,13 @@ class SchedulerConnector:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
         """The workers' copies in this step: loads that begin, and saves of blocks that the step fills."""
         self._step += 1
-        self.steps.scheduled(scheduler_output.num_scheduled_tokens)
         # If this call fails, the loads stay in `_metadata` for the next step: vLLM waits for them.
         arena = self._arena()
         metadata, self._metadata = self._metadata, UndercroftMetadata()
         metadata.arena_socket, metadata.arena_id = arena.socket, arena.arena_id
         metadata.arena_session = arena.session
         try:
+            self.steps.scheduled(scheduler_output.num_scheduled_tokens)
             self._hand_over(self._saves.poll(), metadata)
             self._collect_saves(scheduler_output, metadata)
         except Exception as error:

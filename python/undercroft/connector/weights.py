@@ -103,13 +103,14 @@ class Digests:
         # If the directory cannot be written, the next start only takes longer.
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.name, delete=False) as new:
-                json.dump({"files": self._known, "models": self._models}, new)
+            file, name = tempfile.mkstemp(prefix=self.path.name, dir=self.path.parent)
             try:
-                Path(new.name).replace(self.path)
-            except OSError:
-                Path(new.name).unlink(missing_ok=True)
-                raise
+                with os.fdopen(file, "w", encoding="utf-8") as new:
+                    json.dump({"files": self._known, "models": self._models}, new)
+                Path(name).replace(self.path)
+            finally:
+                # A full disk must not get another file with each start.
+                Path(name).unlink(missing_ok=True)
             self._changed = False
 
     def _load(self) -> None:

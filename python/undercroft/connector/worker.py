@@ -6,13 +6,13 @@ in exactly one acknowledgement, even after a failure: the scheduler's half holds
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from undercroft._core import Arena
 from undercroft.compat import KVConnectorTransferResults
@@ -20,6 +20,8 @@ from undercroft.connector.announcement import Announced
 from undercroft.connector.attached import AttachedArena, EarlyAttempt
 from undercroft.connector.attaching import AttachAttempt
 from undercroft.connector.metadata import TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.outcomes import Outcomes
+from undercroft.connector.watching import WATCH_S, Watcher
 from undercroft.device.api import DeviceCopier, Job
 from undercroft.device.factory import make_copier, uses_pinned
 from undercroft.device.layout import DeviceLayout, device_layout, kv_replicas
@@ -30,11 +32,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
 ATTACH_RETRY_S = 1.0
 """Pause after a failed attempt to attach the arena. Every failure doubles it, up to ATTACH_RETRY_MAX_S."""
 ATTACH_RETRY_MAX_S = 60.0
-
-
+UNHELD_S = 60.0
+"""How long an arena stays attached for the next session after the end of a session."""
 ATTACH_TIMEOUT_S = 1.0
 """Longest wait of a step for the arena of an engine in a vLLM process of this host."""
 
@@ -47,6 +51,10 @@ class _AttachPendingError(WorkerError):
     """The attempt to attach is under way."""
 
 
+class _DeclinedError(WorkerError):
+    """This half is off, but the scheduler's half is not."""
+
+
 class _Running(NamedTuple):
     """A job whose copies are queued."""
 
@@ -55,8 +63,29 @@ class _Running(NamedTuple):
     bytes: int
 
 
+def _exclusive(method: _Method) -> _Method:
+    """Let the method hold the worker's lock."""
+
+    @functools.wraps(method)
+    def locked(self: WorkerConnector, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return cast("_Method", locked)
+
+
+class _Leaving(NamedTuple):
+    """An arena that no new job uses. All running copies use it, and it is released after them."""
+
+    arena: AttachedArena
+    copier: DeviceCopier | None
+
+
 class WorkerConnector:
-    """One rank's copies. All methods are called by the model runner's thread, in the order of vLLM's hooks."""
+    """One rank's copies. The model runner's thread calls all methods, in the order of vLLM's hooks.
+
+    Only `release_unserved` is called by a thread of its own, since vLLM may have no step for hours.
+    """
 
     def __init__(
         self,
@@ -66,11 +95,14 @@ class WorkerConnector:
         attach: Callable[[str, int], Arena] = Arena.attach,
         clock: Callable[[], float] = time.monotonic,
         attach_timeout_s: float = ATTACH_TIMEOUT_S,
+        declined: str | None = None,
     ) -> None:
         """``attach``: gets the arena from a socket for a session. ``clock``: seconds, for the pauses between attempts.
 
-        ``attach_timeout_s``: longest wait of a step for the arena. After that the step's jobs fail.
+        ``attach_timeout_s``: longest wait of a step for the arena. After that the step's jobs fail. ``declined``: the
+        reason why nothing may be copied. Every job then fails.
         """
+        self._declined = declined
         parallel = vllm_config.parallel_config
         # Neighbouring ranks with the same KV share one shard. There is only one pipeline stage.
         self._replicas = kv_replicas(kv_cache_config)
@@ -82,10 +114,13 @@ class WorkerConnector:
         self._layout: DeviceLayout | None = None
         self._copier: DeviceCopier | None = None
         self._attached: AttachedArena | None = None
-        self._kept: AttachedArena | None = None
-        """The arena of a lost session, still pinned: the next session may have the same arena."""
+        self._leaving: _Leaving | None = None
         self._early: EarlyAttempt | None = None
         """The attempt to attach the arena before the first step, which takes over the result."""
+        self._unheld_at = 0.0
+        self._watcher: Watcher | None = None
+        self._lock = threading.RLock()
+        """Held by each method, for a moment: no method but `shutdown` and those for sleep waits for the device."""
         self._unpinning: list[threading.Thread] = []
         self._arena_key: tuple[str, int, int] | None = None
         self._attach_timeout_s = attach_timeout_s
@@ -94,22 +129,32 @@ class WorkerConnector:
         self._attach_after = 0.0
         self._running: dict[int, _Running] = {}
         self._next_ticket = 1
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
-        self._answer = UndercroftWorkerMetadata()
-        self._counters: defaultdict[str, float] = defaultdict(float)
+        self._outcomes = Outcomes()
         self._log_once = LogOnce()
 
+    @_exclusive
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Find the pages of the KV cache. Raises LayoutError if the pages cannot be copied; every job then fails."""
+        """Find the pages of the KV cache, after all copies of an earlier registration have ended.
+
+        Raises LayoutError if the pages cannot be copied, which ends vLLM's start. Nothing is found, and nothing raised,
+        for a model that this half declines.
+        """
+        if self._declined is not None:
+            return
+        # A second registration moves the pages, and a copier knows only one layout.
+        self._end_copies()
+        self._layout = None
         self._kv_caches = dict(kv_caches)
         self._layout = device_layout(self._config, kv_caches)
 
+    @_exclusive
     def attach_early(self, announced: Announced) -> None:
         """Attach and pin the arena in the background before the first step, if this device uses pinned memory."""
         if self._layout is not None and uses_pinned(self._layout.device) and self._arena_key is None:
+            self._watch()
             self._early = EarlyAttempt(self._attach, self._layout.device, announced)
 
+    @_exclusive
     def unregister_kv_caches(self) -> None:
         """vLLM is about to free the device memory (sleep): end all copies and forget where the pages lie.
 
@@ -118,6 +163,7 @@ class WorkerConnector:
         self._end_copies()
         self._layout = None
 
+    @_exclusive
     def restore_kv_caches(self) -> None:
         """vLLM has allocated the device memory again: find the pages. Raises LayoutError like `register_kv_caches`."""
         if self._layout is None and self._kv_caches:
@@ -126,6 +172,7 @@ class WorkerConnector:
     def handle_preemptions(self, metadata: UndercroftMetadata) -> None:
         """Does nothing: saves hold references on their blocks, so no other request writes these after a preemption."""
 
+    @_exclusive
     def start_load_kv(self, metadata: UndercroftMetadata) -> None:
         """Start the loads of this step. Raises nothing: a load that cannot start is reported as failed."""
         try:
@@ -134,9 +181,10 @@ class WorkerConnector:
             # vLLM waits for the loads of this step even if the old arena cannot be released.
             self._report(error)
         for request_id in metadata.failed_loads:
-            self._end_load(request_id, ok=False)
+            self._outcomes.end_load(request_id, ok=False)
         self._start(metadata.loads, metadata, to_arena=False)
 
+    @_exclusive
     def wait_for_save(self, metadata: UndercroftMetadata) -> None:
         """Start the saves of this step. In stream order they follow the forward pass that computes their blocks.
 
@@ -144,35 +192,59 @@ class WorkerConnector:
         """
         self._start(metadata.saves, metadata, to_arena=True)
 
+    @_exclusive
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads have ended since the last call, and the requests among them whose loads failed."""
         self._collect()
-        results = KVConnectorTransferResults(finished_recving=self._received, failed_recving=self._failed)
-        self._received, self._failed = set(), set()
-        return results
+        return self._outcomes.take_loads()
 
+    @_exclusive
     def build_connector_worker_meta(self) -> UndercroftWorkerMetadata | None:
         """The saves that have ended since the last call; None if there are none."""
         self._collect()
-        if not self._answer.saves_ended:
-            return None
-        answer, self._answer = self._answer, UndercroftWorkerMetadata()
-        return answer
+        return self._outcomes.take_saves()
 
+    @_exclusive
     def get_kv_connector_stats(self) -> dict[str, float] | None:
         """Counters since the last call (`undercroft.connector.stats.WORKER_KEYS`); None if nothing happened."""
-        if not self._counters:
-            return None
-        counters, self._counters = dict(self._counters), defaultdict(float)
-        return counters
+        return self._outcomes.take_counters()
 
     def shutdown(self) -> None:
         """Wait for running copies and release the arena. Idempotent."""
-        self._release_arena()
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.stop()
+        with self._lock:
+            self._take_over_early()
+            self._abandon_attempt()
+            self._end_copies()
+            self._set_aside()
         while self._unpinning:
             self._unpinning.pop().join()
         self._kv_caches.clear()
         self._layout = None
+
+    @_exclusive
+    def release_unserved(self) -> None:
+        """Release the arena of an engine that has ended, if no copy runs. The watcher calls this between steps.
+
+        An idle or sleeping vLLM has no steps, and its host may lack the memory for a new engine's arena meanwhile.
+        """
+        if self._early is not None and self._early.has_ended:
+            self._take_over_early()
+        if self._attempt is not None and not self._attempt.is_served:
+            self._abandon_attempt()
+        attached = self._attached
+        if attached is None or self._running:
+            return
+        # Without an attachment the end of the engine cannot be seen.
+        is_expired = not attached.is_held and self._clock() - self._unheld_at > UNHELD_S
+        if is_expired or not attached.is_served:
+            self._set_aside()
+
+    def _watch(self) -> None:
+        if self._watcher is None:
+            self._watcher = Watcher(self.release_unserved, WATCH_S)
 
     def _start(self, jobs: Sequence[TransferJob], metadata: UndercroftMetadata, *, to_arena: bool) -> None:
         """Start all jobs of one direction in a step with one call of the copier, or report them as failed."""
@@ -212,7 +284,7 @@ class WorkerConnector:
         """End jobs without a queued copy as failed: the engine must learn that they have ended."""
         self._report(error)
         for job in jobs:
-            self._end(job, to_arena, ok=False)
+            self._outcomes.end(job, to_arena, ok=False)
 
     def _saved_here(self, jobs: Sequence[TransferJob]) -> list[TransferJob]:
         """The part of each save that this rank copies: ranks with the same KV take turns by block.
@@ -226,21 +298,25 @@ class WorkerConnector:
             if groups:
                 mine.append(replace(job, groups=groups))
             else:
-                self._end(job, True, ok=True)
+                self._outcomes.end(job, True, ok=True)
         return mine
 
     def _current_copier(self, metadata: UndercroftMetadata) -> DeviceCopier:
         """The copier for the arena that the metadata names. The first call attaches the arena."""
+        if self._declined is not None:
+            raise _DeclinedError(self._declined)
         if self._layout is None:
             raise WorkerError("the KV cache is not registered, or its layout was declined")
         key = _arena_key(metadata)
         if key != self._arena_key:
             self._leave_old_arena(metadata)
             self._arena_key = key
-            self._attempt = None
             self._attach_failures = 0
             self._attach_after = 0.0
-        if self._copier is None:
+        if self._leaving is not None:
+            # Another copier would need device memory of its own, beyond the memory that vLLM leaves free.
+            raise WorkerError("copies on the arena of another engine still run; until they end, all new copies fail")
+        if self._copier is None or self._attached is None or not self._attached.is_held:
             self._copier = self._attached_copier(key, self._layout)
         return self._copier
 
@@ -249,64 +325,75 @@ class WorkerConnector:
         if self._clock() < self._attach_after:
             raise WorkerError(f"the arena at {key[0]} cannot be attached now; undercroft tries again later")
         try:
-            self._attached = self._attached or self._attach_now(key, layout)
-            return make_copier(layout, self._attached.mapping, self._shard, self._attached.pinner)
+            if self._attached is None or not self._attached.is_held:
+                self._attached = self._attach_now(key, layout)
+            return self._copier or make_copier(layout, self._attached.mapping, self._shard, self._attached.pinner)
         except _AttachPendingError:
             raise
         except Exception:
             wait = min(ATTACH_RETRY_S * 2**self._attach_failures, ATTACH_RETRY_MAX_S)
-            self._attempt = None
+            self._abandon_attempt()
             self._attach_failures += 1
             self._attach_after = self._clock() + wait
-            self._release_arena()
+            self._set_aside()
             raise
 
     def _attach_now(self, key: tuple[str, int, int], layout: DeviceLayout) -> AttachedArena:
         """Attach the arena. If the lost session's arena is the same, its mapping and pinned memory are used again."""
         socket, arena_id, session = key
+        self._watch()
         # Only the first step of an attempt waits.
         timeout_s = self._attach_timeout_s if self._attempt is None else 0.0
         self._attempt = self._attempt or AttachAttempt(self._attach, socket, session)
         arena = self._attempt.arena(timeout_s)
         if arena is None:
             raise _AttachPendingError(f"the engine at {socket} has not handed out its arena yet")
-        if arena.arena_id != arena_id:
-            raise WorkerError(f"{socket} hands out arena {arena.arena_id}, expected {arena_id}")
         self._attempt = None
-        kept, self._kept = self._kept, None
-        if kept is None:
+        if arena.arena_id != arena_id:
+            arena.let_go()
+            raise WorkerError(f"{socket} hands out arena {arena.arena_id}, expected {arena_id}")
+        if self._attached is None:
             return AttachedArena(layout.device, arena)
-        kept.hold_for(arena)
-        return kept
+        self._attached.hold_for(arena)
+        return self._attached
+
+    def _abandon_attempt(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.abandon()
 
     def _leave_old_arena(self, metadata: UndercroftMetadata) -> None:
-        """End the copies of a session that is over. Keep its mapping only if the next session may have its arena."""
+        """End the use of the arena for a session that is over. Its mapping stays if the next session may have it."""
         self._take_over_early()
-        if self._kept is not None and self._kept.arena_id != metadata.arena_id:
-            self._discard(self._kept)
-            self._kept = None
+        if _arena_key(metadata) != self._arena_key:
+            self._abandon_attempt()
         attached = self._attached
-        if attached is None or (_arena_key(metadata) == self._arena_key and attached.is_served):
+        if attached is None:
             return
-        if (metadata.arena_socket, metadata.arena_id) == (self._arena_key or ("", 0))[:2] and attached.is_served:
-            # A lost session ends when no worker copies for it any more. Its server may still run, with the same arena.
-            self._end_copies()
-            attached.let_go()
-            self._attached, self._kept = None, attached
+        if not attached.is_held:
+            is_same = attached.arena_id == metadata.arena_id
+        elif _arena_key(metadata) == self._arena_key and attached.is_served:
+            return
         else:
+            is_same = (metadata.arena_socket, metadata.arena_id) == (self._arena_key or ("", 0))[:2]
+        if not is_same or not attached.is_served:
             # Another engine follows, which may need the memory of this arena.
-            self._release_arena()
+            self._set_aside()
+        elif attached.is_held:
+            # A lost session ends when no worker copies for it any more. Its server may still run, with the same arena.
+            assert self._arena_key is not None
+            attached.end_session(self._arena_key[2])
+            self._unheld_at = self._clock()
+            self._collect()
 
-    def _release_arena(self) -> None:
-        """End all copies, and release the arena without waiting for the driver."""
-        self._take_over_early()
-        self._end_copies()
+    def _set_aside(self) -> None:
+        """Use the arena for no new job, and release it when no copy runs. Waits for nothing."""
         attached, self._attached = self._attached, None
-        kept, self._kept = self._kept, None
+        copier, self._copier = self._copier, None
         if attached is not None:
-            attached.let_go()
-        self._discard(attached)
-        self._discard(kept)
+            assert self._leaving is None, "no arena is attached while another one is leaving"
+            self._leaving = _Leaving(attached, copier)
+            self._collect()
 
     def _take_over_early(self) -> None:
         """Use the arena that was attached before the first step as if a step had attached it."""
@@ -315,47 +402,56 @@ class WorkerConnector:
             told = early.announced
             self._attached, self._arena_key = attached, (told.socket, told.arena_id, told.session)
 
-    def _discard(self, attached: AttachedArena | None) -> None:
-        if attached is not None:
-            self._unpinning = [thread for thread in self._unpinning if thread.is_alive()]
-            self._unpinning.append(attached.discard())
+    def _discard(self, attached: AttachedArena) -> None:
+        self._unpinning = [thread for thread in self._unpinning if thread.is_alive()]
+        if (thread := attached.discard()) is not None:
+            self._unpinning.append(thread)
 
     def _end_copies(self) -> None:
         """Wait until all copies have ended, and keep their results for the next report."""
-        if self._copier is not None:
-            copier = self._copier
+        copier = self._copier if self._leaving is None else self._leaving.copier
+        if copier is not None:
             copier.drain()
             self._collect()
-            self._copier = None
+        copier, self._copier = self._copier, None
+        if copier is not None:
             copier.close()
 
     def _collect(self) -> None:
-        if self._copier is None or not self._running:
-            return
-        for ticket, ok, seconds in self._copier.poll():
-            ended = self._running.pop(ticket)
-            direction = "save" if ended.to_arena else "load"
-            self._counters[f"{direction}_bytes"] += ended.bytes
-            self._counters[f"{direction}_seconds"] += seconds
-            self._end(ended.job, ended.to_arena, ok=ok)
+        """Report the jobs that have ended. Then let the engine reuse the slots of sessions that are over."""
+        copier = self._copier if self._leaving is None else self._leaving.copier
+        if copier is not None and self._running:
+            for ticket, ok, seconds in copier.poll():
+                ended = self._running.pop(ticket, None)
+                if ended is None:
+                    # An exception here would lose the ends of all jobs that this call of `poll` has returned.
+                    self._report(WorkerError(f"the copier reports job {ticket}, which is unknown"))
+                    continue
+                self._outcomes.copied(ended.to_arena, ended.bytes, seconds)
+                self._outcomes.end(ended.job, ended.to_arena, ok=ok and not self._is_over(ended.job))
+        if self._leaving is None:
+            if self._attached is not None:
+                self._attached.let_go_of_ended(one.job.session for one in self._running.values())
+        elif not self._running:
+            leaving, self._leaving = self._leaving, None
+            if leaving.copier is not None:
+                leaving.copier.close()
+            leaving.arena.let_go()
+            self._discard(leaving.arena)
 
-    def _end(self, job: TransferJob, to_arena: bool, *, ok: bool) -> None:
-        if not to_arena:
-            self._end_load(job.request_id, ok=ok)
-            return
-        self._counters["saves_done"] += 1
-        self._answer.saves_ended[job.transfer_id] = self._answer.saves_ended.get(job.transfer_id, 0) + 1
-        if not ok:
-            self._answer.saves_failed.add(job.transfer_id)
-
-    def _end_load(self, request_id: str, *, ok: bool) -> None:
-        self._counters["loads_done"] += 1
-        self._received.add(request_id)
-        if not ok:
-            self._failed.add(request_id)
+    def _is_over(self, job: TransferJob) -> bool:
+        """Whether the job's session has ended: its results count for nothing."""
+        return self._leaving is not None or (self._attached is not None and self._attached.is_over(job.session))
 
     def _report(self, error: Exception) -> None:
         """Log an error once per kind; a broken cache must not flood the log."""
+        if isinstance(error, _DeclinedError):
+            message = (
+                "undercroft can serve nothing, vLLM computes every prompt: %s. Only the workers can see this. Remove "
+                "undercroft from --kv-transfer-config."
+            )
+            self._log_once(logging.ERROR, "declined", message, error)
+            return
         kind = str(error) if isinstance(error, WorkerError) else type(error).__name__
         message = "undercroft: a copy job cannot start and is skipped (%s: %s)"
         self._log_once(logging.WARNING, kind, message, type(error).__name__, error)

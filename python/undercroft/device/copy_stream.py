@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +47,22 @@ class CopyStream:
         self._log_once = LogOnce()
 
     def start(self, tickets: Sequence[int], ready: Any, work: Work) -> None:
-        """Let the lane's thread call ``work``, whose copies run after the event ``ready``. Raises nothing."""
+        """Let the lane's thread call ``work``, whose copies run after the event ``ready``.
+
+        Raises nothing. If the thread refuses the call, `poll` reports the jobs as failed, and none of them ever runs.
+        """
         jobs = [_Submitted(ticket) for ticket in tickets]
+        # An executor may raise after it has put the call into its queue. The first to take the lock decides, so that
+        # jobs that are reported as failed do not run later, when their blocks and slots belong to other requests.
+        decided = threading.Lock()
+        try:
+            queuing = self._lane.thread.submit(self._queue_once, decided, jobs, ready, work)
+        except Exception as error:
+            if decided.acquire(blocking=False):
+                self._fail(jobs, error)
+        else:
+            queuing.add_done_callback(lambda done: self._check(jobs, done))
         self._jobs.extend(jobs)
-        self._lane.thread.submit(self._queue, jobs, ready, work)
 
     def poll(self) -> list[Ended]:
         """The jobs at the front that have ended, in order."""
@@ -64,6 +78,23 @@ class CopyStream:
             self._lane.finish()
         except Exception as error:
             self._report(error)
+
+    def _check(self, jobs: Sequence[_Submitted], done: Future[None]) -> None:
+        """Fail the jobs that the lane's thread has left: the thread has ended in the middle, or it never began."""
+        left = [job for job in jobs if not job.queued]
+        if left:
+            self._finish()
+            self._fail(left, None if done.cancelled() else done.exception())
+
+    def _fail(self, jobs: Sequence[_Submitted], error: BaseException | None) -> None:
+        """End jobs as failed, none of whose copies is under way or follows."""
+        self._report(error)
+        for job in jobs:
+            job.queued = True
+
+    def _queue_once(self, decided: threading.Lock, jobs: Sequence[_Submitted], ready: Any, work: Work) -> None:
+        if decided.acquire(blocking=False):
+            self._queue(jobs, ready, work)
 
     def _queue(self, jobs: Sequence[_Submitted], ready: Any, work: Work) -> None:
         queued = 0
@@ -121,7 +152,7 @@ class CopyStream:
         """The seconds from the later of the job's two `began` events, when the lane was free, to its end."""
         return min(self._lane.streams.seconds(event, job.end) for event in job.began if event is not None)
 
-    def _report(self, error: Exception) -> None:
+    def _report(self, error: BaseException | None) -> None:
         message = "undercroft: copying between device and host memory failed: %s"
         # The numbers in a message (such as the number of a failed copy) differ each time. Its other words do not.
         kind = f"{type(error).__name__}: {re.sub('[0-9]+', '', str(error))}"

@@ -93,11 +93,13 @@ class CudaCopier:
         if self._fits(blocks):
             self._start(self._pinned[to_arena], to_arena, jobs, blocks, ready)
         else:
-            alone = [(job, self._merged([job])) for job in jobs]
-            for stream, fits in ((self._pinned[to_arena], True), (self._unpinned, False)):
-                some = [job for job, own in alone if self._fits(own) == fits]
-                if some:
-                    self._start(stream, to_arena, some, self._merged(some), ready)
+            alone = [(job, self._fits(self._merged([job]))) for job in jobs]
+            parts = [[job for job, fits in alone if fits], [job for job, fits in alone if not fits]]
+            # An error must occur before the first part is queued.
+            merged = [self._merged(part) for part in parts]
+            for stream, part, own in zip((self._pinned[to_arena], self._unpinned), parts, merged, strict=True):
+                if part:
+                    self._start(stream, to_arena, part, own, ready)
         return _bytes(blocks, len(jobs))
 
     def poll(self) -> list[Ended]:

@@ -7,7 +7,7 @@ was allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ class Lane:
     """One stream, and the buffers that only this stream uses. Only the lane's own thread queues work on the stream."""
 
     def __init__(self, streams: Streams, staging_bytes: int, thread: Executor, row_numbers: int = ROW_NUMBERS) -> None:
-        """``thread``: an executor with one thread, which has called `Streams.select`."""
+        """``thread``: an executor with one thread, which runs and has called `Streams.select`."""
         self.streams = streams
         self.handle = streams.create()
         self.staging_bytes = staging_bytes
@@ -45,14 +45,18 @@ class Lane:
     def staging(self, row_bytes: int) -> torch.Tensor | None:
         """Device memory as rows of ``row_bytes``, at least one row. Only this stream's work uses it, in stream order.
 
-        None if the device has not enough memory. A size that failed once is not tried again.
+        None if the device has not enough memory, or the host not enough pinned memory. A size that failed once is not
+        tried again.
         """
         size = max(self.staging_bytes, row_bytes)
         if self._refused is not None and size >= self._refused:
             return None
         if self._staging is None or self._staging.numel() < size:
             try:
-                self._make_buffers(size)
+                if not self._make_numbers():
+                    self._refused = 0
+                    return None
+                self._staging = self.streams.buffer(self.handle, size)
             except torch.OutOfMemoryError:
                 self._refused = size
                 logger.warning(
@@ -82,14 +86,30 @@ class Lane:
 
     def finish(self) -> None:
         """Wait until all work that the lane has got has run."""
-        self.thread.submit(lambda: None).result()
-        self.streams.finish(self.handle)
+        try:
+            self.thread.submit(self.streams.finish, self.handle).result()
+        except RuntimeError:
+            # A thread that has ended may have queued copies before.
+            self.streams.finish(self.handle)
 
-    def _make_buffers(self, size: int) -> None:
+    def _make_numbers(self) -> bool:
+        """Make the buffers of row numbers once. Returns False if the host has not enough pinned memory."""
         if self._numbers_here is None:
-            self._numbers_there = self.streams.buffer(self.handle, self.row_numbers * 8).view(torch.int64)
-            self._numbers_here = self.streams.pinned(self.row_numbers * 8).view(torch.int64)
-        self._staging = self.streams.buffer(self.handle, size)
+            there = self.streams.buffer(self.handle, self.row_numbers * 8)
+            try:
+                here = self.streams.pinned(self.row_numbers * 8)
+            except RuntimeError as error:
+                # PyTorch has no exception of its own for host memory.
+                logger.warning(
+                    "undercroft: the driver does not pin %d bytes of host memory for row numbers (%s); small pages are "
+                    "copied one by one, which is slower. Raise the limit on locked memory (ulimit -l, or memlock of "
+                    "the container).",
+                    self.row_numbers * 8,
+                    error,
+                )
+                return False
+            self._numbers_there, self._numbers_here = there.view(torch.int64), here.view(torch.int64)
+        return True
 
 
 class Lanes(NamedTuple):
@@ -108,15 +128,27 @@ class Lanes(NamedTuple):
         row_numbers: int = ROW_NUMBERS,
         thread: Callable[[str], Executor] | None = None,
     ) -> Lanes:
-        """``thread``: makes an executor with one thread of the given name."""
+        """``thread``: makes an executor with one thread of the given name.
+
+        Raises RuntimeError if a thread cannot start, or cannot select the device.
+        """
         make = thread or (lambda name: ThreadPoolExecutor(1, thread_name_prefix=name, initializer=streams.select))
+        threads = _started([make(f"undercroft-{name}") for name in cls._fields])
         sizes = (staging_bytes, staging_bytes, min(staging_bytes, UNPINNED_STAGING_BYTES))
-        return cls(
-            *(
-                Lane(streams, size, make(f"undercroft-{name}"), row_numbers)
-                for name, size in zip(cls._fields, sizes, strict=True)
-            )
-        )
+        lanes = zip(sizes, threads, strict=True)
+        return cls(*(Lane(streams, size, thread, row_numbers) for size, thread in lanes))
+
+
+def _started(threads: Sequence[Executor]) -> Sequence[Executor]:
+    """Wait until each executor has run a call. A thread that starts with its first job may be refused in that job."""
+    try:
+        for thread in threads:
+            thread.submit(lambda: None).result()
+    except Exception:
+        for thread in threads:
+            thread.shutdown(wait=False)
+        raise
+    return threads
 
 
 _idle: dict[torch.device, list[Lanes]] = {}

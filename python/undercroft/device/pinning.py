@@ -137,9 +137,13 @@ class ArenaPinner:
         """Wait at most ``timeout`` seconds for the end of registration. Returns whether it has ended."""
         return self._settled.wait(timeout)
 
-    def close(self) -> None:
-        """Stop, and unregister everything. No copy may be running. Idempotent."""
+    def stop(self) -> None:
+        """Begin to unregister everything. No copy may be running. Idempotent."""
         self._stop.set()
+
+    def close(self) -> None:
+        """Unregister everything, and wait for it. No copy may be running. Idempotent."""
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:
