@@ -122,6 +122,9 @@ class AtOnceExecutor:
         function(*args)
         return self
 
+    def add_done_callback(self, function: Callable[..., Any]) -> None:
+        pass
+
     def result(self) -> None:
         pass
 
@@ -136,6 +139,9 @@ class LaterExecutor:
         self.pending.append(lambda: function(*args))
         return self
 
+    def add_done_callback(self, function: Callable[..., Any]) -> None:
+        pass
+
     def result(self) -> None:
         while self.pending:
             self.run_one()
@@ -143,3 +149,17 @@ class LaterExecutor:
     def run_one(self) -> None:
         if self.pending:
             self.pending.popleft()()
+
+
+class RefusingExecutor(LaterExecutor):
+    """While ``refuses`` is set it queues a function and then raises, as ThreadPoolExecutor does without a thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuses = False
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Any:
+        super().submit(function, *args)
+        if self.refuses:
+            raise RuntimeError("can't start new thread")
+        return self

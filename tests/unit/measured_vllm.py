@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+import pytest
+
+from undercroft.cli import main
 
 COLD_S, WARM_S, DEVICE_S = 0.06, 0.02, 0.002
 
@@ -118,3 +122,22 @@ def listening(fake: FakeVllm) -> Iterator[str]:
         yield f"http://127.0.0.1:{http.server_port}"
         http.shutdown()
         thread.join()
+
+
+def server_of(make: Callable[[], FakeVllm]) -> Any:
+    """A fixture: a stand-in, and the URL where it listens."""
+
+    @pytest.fixture
+    def server() -> Iterator[tuple[FakeVllm, str]]:
+        fake = make()
+        with listening(fake) as url:
+            yield fake, url
+
+    return server
+
+
+def bench(capsys: pytest.CaptureFixture[str], url: str, *argv: str) -> dict[str, Any]:
+    """The result of `undercroft bench serve`."""
+    assert main.main(["bench", "serve", "--url", url, "--json", *argv]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from measured_vllm import COLD_S, WARM_S, FakeVllm, listening
+from measured_vllm import COLD_S, WARM_S, FakeVllm, bench, server_of
 from undercroft.cli import main
 
 BLOCK = 16
@@ -25,17 +24,7 @@ class PrefixVllm(FakeVllm):
         return (WARM_S, max(ends)) if ends else (COLD_S, 0)
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[PrefixVllm, str]]:
-    fake = PrefixVllm()
-    with listening(fake) as url:
-        yield fake, url
-
-
-def bench(capsys: pytest.CaptureFixture[str], url: str, *argv: str) -> dict[str, Any]:
-    assert main.main(["bench", "serve", "--url", url, "--json", *argv]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+server = server_of(PrefixVllm)
 
 
 def test_turns_of_a_conversation_return_with_the_prompt_before(

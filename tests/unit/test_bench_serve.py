@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from socket import create_server
+from threading import Thread
 
 import pytest
 
-from measured_vllm import COLD_S, DEVICE_S, WARM_S, FakeVllm, listening
+from measured_vllm import COLD_S, DEVICE_S, WARM_S, FakeVllm, bench, server_of
 from undercroft.cli import main
+from undercroft.cli.output import CommandError
+from undercroft_bench.vllm_client import VllmClient
 
-
-@pytest.fixture
-def server() -> Iterator[tuple[FakeVllm, str]]:
-    fake = FakeVllm()
-    with listening(fake) as url:
-        yield fake, url
-
-
-def bench(capsys: pytest.CaptureFixture[str], url: str, *argv: str) -> dict[str, Any]:
-    size = ["--prompts", "4", "--prompt-tokens", "200"]
-    assert main.main(["bench", "serve", "--url", url, *size, "--json", *argv]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+SIZE = ["--prompts", "4", "--prompt-tokens", "200"]
+server = server_of(FakeVllm)
 
 
 @pytest.mark.parametrize("has_reset", [True, False])
@@ -32,7 +24,7 @@ def test_cold_and_warm_are_told_apart(
 ) -> None:
     fake, url = server
     fake.has_reset = has_reset
-    found = bench(capsys, url)
+    found = bench(capsys, url, *SIZE)
     cases = {case["case"]: case for case in found["cases"]}
     times = [cases[name]["ttft_p50_ms"] for name in ("cold", "warm", "device")]
     assert times == pytest.approx([1e3 * COLD_S, 1e3 * WARM_S, 1e3 * DEVICE_S])
@@ -47,7 +39,7 @@ def test_cold_and_warm_are_told_apart(
         assert found["device_cache"] == "displaced by other prompts"
         assert 1600 <= found["fill_tokens"] < 1900
     # No prompt is that of an earlier run.
-    bench(capsys, url)
+    bench(capsys, url, *SIZE)
     assert len(set(fake.prompts)) >= 2 * 5
 
 
@@ -56,10 +48,10 @@ def test_what_is_not_said_is_asked_for_or_left_out(
 ) -> None:
     fake, url = server
     fake.has_reset = fake.says_sizes = fake.says_cached = False
-    arguments = ["bench", "serve", "--url", url, "--prompts", "4", "--prompt-tokens", "200"]
+    arguments = ["bench", "serve", "--url", url, *SIZE]
     assert main.main(arguments) == 1
     assert "give --fill-tokens" in capsys.readouterr().err
-    found = bench(capsys, url, "--fill-tokens", "1600")
+    found = bench(capsys, url, *SIZE, "--fill-tokens", "1600")
     assert {case["cached_percent"] for case in found["cases"]} == {None}
 
 
@@ -86,3 +78,65 @@ def test_a_server_that_refuses_or_is_not_there_is_one_line(
     error = capsys.readouterr().err
     assert "does not answer" in error
     assert error.count("\n") == 1
+
+
+@contextmanager
+def saying(answer: bytes) -> Iterator[str]:
+    """A server that sends these bytes to whoever connects, whatever is asked; its URL."""
+    with create_server(("127.0.0.1", 0)) as listening:
+
+        def run() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
+
+        thread = Thread(target=run)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(2)
+        thread.join()
+
+
+def with_body(body: bytes, length: int | None = None) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(body) if length is None else length) + body
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", "does not answer"),
+        (with_body(b"data: {", length=99), "does not answer"),
+        (with_body(b"<html>"), "is it a vLLM server"),
+        (with_body(b"{}"), "is it a vLLM server"),
+        (with_body(b"[]"), "is it a vLLM server"),
+        (with_body(b"data: [1]\n\n"), "is it a vLLM server"),
+        (with_body(b'data: {"choices": [1], "usage": {"tokens": 1}}\n\n'), "is it a vLLM server"),
+    ],
+)
+def test_a_server_that_is_no_vllm_is_told_so(answer: bytes, said: str) -> None:
+    with saying(answer) as url:
+        client = VllmClient(url, None)
+        for ask in (
+            client.model,
+            lambda: client.count_tokens("m", "text"),
+            lambda: client.token_ids("m", "text"),
+            lambda: client.complete("m", "text", 1),
+        ):
+            with pytest.raises(CommandError, match=r"does not answer|is it a vLLM server|held no tokens") as raised:
+                ask()
+            if ask is client.model and b"data" not in answer:
+                assert said in str(raised.value)
+        if said == "does not answer":
+            for request in (client.device_tokens, client.reset_device_cache):
+                with pytest.raises(CommandError, match=said):
+                    request()
+
+
+def test_an_address_that_is_none_is_told() -> None:
+    with pytest.raises(CommandError, match="does not answer"):
+        VllmClient("http://a b", None).model()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import interrupted
 import undercroft
 from core_values import Group
 from undercroft import _core, errors
@@ -311,15 +311,7 @@ sys.exit(main.main(sys.argv[1:]))
 
 @pytest.mark.parametrize("kind", ["recover", "disk"])
 def test_an_interrupt_ends_a_measurement_at_once_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", NEVER_ENDS, "bench", kind, "--path", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == "measuring\n"
-            process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 130
-            assert process.stderr.read() == ""
-        finally:
-            process.kill()
+    interrupted.ends_at_once(["-c", NEVER_ENDS, "bench", kind, "--path", str(tmp_path)], "measuring")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -44,6 +44,7 @@ BAD: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("warm", "none"), "none", "No such file"),
     (("warm", "none", "--url", "localhost:8000"), "--url", "http://host:port"),
     (("pin", "none", "--url", "http://"), "--url", "http://host:port"),
+    (("pin", "none", "--url", "http://u:secret@host"), "http://...@host", "credentials"),
     (("bench", "serve", "--url", "nope"), "--url", "http://host:port"),
     (("bench", "serve", "--url", "http://127.0.0.1:1", "--turns", "0"), "--turns", "from 1 to 1000"),
     (("bench", "lookup", "--keys", "100000000"), "--keys 100000000", "give fewer keys"),

@@ -11,6 +11,7 @@ from undercroft import _core, config
 from undercroft.config import OPTIONS, ConfigError, UndercroftConfig, option_table, unknown_environment
 from undercroft.engine import disks
 from undercroft.option_values import PromotionWait
+from undercroft.remote_url import without_credentials
 from undercroft.sizing import resolve_sizes
 from undercroft.units import Amount, format_size, parse_amount, parse_size
 
@@ -123,7 +124,6 @@ BAD = {
         "file:///",
         "s3://",
         "s3:///prefix",
-        "s3://b/p?region=x",
     ],
     "remote_object": ["1KiB", "65MiB", 0, "big", True],
     "remote_write": ["some", None, 1],
@@ -161,12 +161,40 @@ def test_bad_values_are_refused(name, value):
     assert "Allowed: " in message
 
 
-@pytest.mark.parametrize("url", ["redis://:hunter2@host/0", "s3://key:hunter2@bucket", "x://hunter2@y"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:hunter2@host/0",
+        "redis://user:1/0/hunter2@host",
+        "s3://key:hunter2@bucket",
+        "s3://AKIA:hun/hunter2@bucket/p",
+        "s3://AKIA:hunter2/bucket",
+        "s3://AKIA:hunter2%40bucket/p",
+        "gs://hunter2+x=/bucket",
+        "az://container/p?sig=hunter2",
+        "mooncake://host/p?metadata=http://hunter2@other",
+        "file://user:hunter2@host/path",
+        "user:hunter2@host",
+        "x://hunter2@y",
+        "x://hunter2\n@y",
+    ],
+)
 def test_credentials_in_a_url_are_refused_and_not_shown(url):
-    for given in ({"remote": url}, {}):
+    # Also under a name that is no option, and from a command's flag.
+    for given in ({"remote": url}, {}, {"remote_url": url}, {"remotes": [url]}):
         with pytest.raises(ConfigError, match=r"(?i)remote") as error:
             parse(given, **({} if given else {"UNDERCROFT_REMOTE": url}))
         assert "hunter2" not in str(error.value)
+    with pytest.raises(ConfigError, match="--remote") as error:
+        UndercroftConfig.parse({"remote": url}, {}, flags=True)
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["/mnt/a@b", "file:///mnt/a@b?c", "s3://bucket/prefix", "redis://[::1]:7000,b:6379/0/team", 5, [1]]
+)
+def test_values_without_credentials_are_shown_as_they_are(value):
+    assert without_credentials(value) == value
 
 
 def test_a_key_in_place_of_its_file_is_refused_and_not_shown():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from copy_workload import Workload
-from manual_streams import AtOnceExecutor, Event, LaterExecutor, ManualStreams, Queue
+from manual_streams import AtOnceExecutor, Event, LaterExecutor, ManualStreams, Queue, RefusingExecutor
 from undercroft._core import Arena
 from undercroft.device.api import Ended, Job
 from undercroft.device.cuda import STRATEGIES, CudaCopier, join, split
@@ -119,6 +121,22 @@ class NoMemory(ManualStreams):
 def test_without_memory_for_staging_pages_are_copied_one_by_one() -> None:
     streams = NoMemory(0)
     assert work(streams, 0, strategy="gather").ended["failed"] == 0
+    assert streams.asked == 2, "once for each direction"
+
+
+class NoPinnedMemory(ManualStreams):
+    asked = 0
+
+    def pinned(self, size: int) -> torch.Tensor:
+        self.asked += 1
+        raise RuntimeError("CUDA error: out of memory")
+
+
+def test_without_pinned_memory_for_row_numbers_pages_are_copied_one_by_one() -> None:
+    streams = NoPinnedMemory(0)
+    ended = work(streams, 0, strategy="gather").ended
+    assert ended["failed"] == 0
+    assert min(ended["saved"], ended["loaded"]) > 0
     assert streams.asked == 2, "once for each direction"
 
 
@@ -241,6 +259,26 @@ def test_jobs_on_memory_that_is_not_pinned_yet_go_a_way_of_their_own() -> None:
     assert [ended.ticket for ended in copier.poll()] == [5, 4]
 
 
+def test_an_error_of_one_part_of_a_step_queues_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller submits the jobs of such a step again, one by one."""
+    copier, *_ = make(ManualStreams(0), pinner=Pinned(4096))
+    jobs = [Job(1, [copy_of([1], [0])]), Job(2, [copy_of([2], [8192])])]
+    merged, calls = copier._merged, Counter[tuple[int, ...]]()
+
+    def refuse(some: list[Job]) -> Any:
+        tickets = tuple(job.ticket for job in some)
+        calls[tickets] += 1
+        if calls[2,] == 2:
+            raise MemoryError
+        return merged(some)
+
+    monkeypatch.setattr(copier, "_merged", refuse)
+    with pytest.raises(MemoryError):
+        copier.submit(True, jobs)
+    copier.drain()
+    assert copier.poll() == []
+
+
 class Failing(ManualStreams):
     """A device that fails at some point, and ever after."""
 
@@ -272,6 +310,57 @@ def test_jobs_on_a_failed_device_end_as_failed() -> None:
     copier.drain()
     assert copier.poll() == [Ended(1, False, 0.0)]
     copier.close()
+
+
+@pytest.mark.parametrize("to_arena", [True, False], ids=["save", "load"])
+def test_a_job_that_the_thread_refuses_never_runs(to_arena: bool) -> None:
+    streams = ManualStreams(0)
+    threads: dict[str, RefusingExecutor] = defaultdict(RefusingExecutor)
+    copier, cache, arena = make(streams, thread=lambda name: threads[name])
+    whole = np.ctypeslib.as_array((ctypes.c_uint8 * ARENA).from_address(arena.address))
+    for page in cache.pages:
+        page[:] = torch.arange(7)[:, None]
+    whole[:] = 77
+    one = threads["undercroft-save" if to_arena else "undercroft-load"]
+    one.refuses = True
+    assert copier.submit(to_arena, [Job(1, [copy_of([1], [0])]), Job(2, [copy_of([2], [4096])])]) == [3000, 3000]
+    one.refuses = False
+    assert copier.submit(to_arena, [Job(3, [copy_of([3], [8192])])]) == [3000]
+    copier.drain()
+    assert [(ended.ticket, ended.ok) for ended in copier.poll()] == [(1, False), (2, False), (3, True)]
+    if to_arena:
+        assert (whole[:8192] == 77).all(), "the job that was reported as failed has written into slots"
+        assert whole[8192] == 3
+    else:
+        assert cache.pages[0][:4, 0].tolist() == [0, 1, 2, 77], "it has written into blocks"
+
+
+def test_lanes_without_a_thread_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    plain = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        plain(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Lanes.make(ManualStreams(0))
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(started) == 2, "threads start with the lanes, not with the first job"
+
+
+def test_lanes_whose_thread_cannot_select_the_device_are_not_made() -> None:
+    class Unselectable(ManualStreams):
+        def select(self) -> None:
+            raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(RuntimeError):
+        Lanes.make(Unselectable(0))
 
 
 class NoLastEvent(ManualStreams):

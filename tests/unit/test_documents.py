@@ -42,7 +42,6 @@ FOREIGN = {"LOAD", "LOOKUP", "SAVE", "PyO3"} | {
     "MAX_JOBS",
     "PYTHONHASHSEED",
     "PYTORCH_CUDA_ALLOC_CONF",
-    "PrometheusText0",
     "VLLM_KV_CACHE_LAYOUT",
     "VLLM_PLUGINS",
     "XDG_RUNTIME_DIR",
@@ -61,9 +60,9 @@ FOREIGN = {"LOAD", "LOOKUP", "SAVE", "PyO3"} | {
     "kv_connector",
     "kv_connector_extra_config",
     "kv_role",
+    "metrics_path",
     "prefix_cache_retention_interval",
     "request_finished",
-    "scrape_protocols",
     "swap_blocks_batch",
     "vllm_undercroft_",
 }

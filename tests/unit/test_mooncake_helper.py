@@ -31,12 +31,17 @@ class MooncakeDistributedStore:
         self.objects[keys[0]] = ctypes.string_at(places[0], sizes[0])
         return [0]
     batch_upsert_from = batch_put_from
-    def get_size(self, key): return len(self.objects.get(key, "")) or -704
+    def get_size(self, key):
+        if "odd" in key: raise RuntimeError("a word about sizes")
+        return -900 if "bad" in key else -703 if "new" in key else len(self.objects.get(key, "")) or -704
     def get_into_ranges(self, places, keys, to, at, sizes):
+        if "few" in keys[0][0]: return []
         return [[[self.get(*of)]] for of in zip(places, (key[0] for key in keys), (size[0][0] for size in sizes))]
     def get(self, place, key, size):
         if "hang" in key: threading.Event().wait()
+        if "no master" in key: return -900
         if "raise" in key: raise RuntimeError("a word of the client")
+        if "odd" in key: return -600
         if key not in self.objects: return -800 if "cut" in key else -704
         if size > len(self.objects[key]): return -600
         ctypes.memmove(place, self.objects[key], size)
@@ -46,7 +51,7 @@ class MooncakeDistributedStore:
 
 
 @contextmanager
-def helper(path, client=CLIENT, **settings):
+def helper(path, client=CLIENT, stderr=None, **settings):
     """A helper that has been given its settings; asks it, with the memory, and the process."""
     package = path / "mooncake"
     package.mkdir()
@@ -59,7 +64,7 @@ def helper(path, client=CLIENT, **settings):
         command = [sys.executable, "-P", "-m", "undercroft.mooncake_helper"]
         environment = os.environ | {"PYTHONPATH": f"{path}:{PYTHON}"}
         with theirs:
-            process = subprocess.Popen(command, stdin=theirs, env=environment)
+            process = subprocess.Popen(command, stdin=theirs, stderr=stderr, env=environment)
         try:
             port = master.getsockname()[1]
             start = {"bytes": BYTES, "master": f"127.0.0.1:{port}", "metadata": "m", "segment": 0, "protocol": "tcp"}
@@ -101,23 +106,43 @@ def test_objects_pass_through_the_memory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("request_", "kind"),
+    ("request_", "kind", "settled"),
     [
-        ({"op": "get", "key": "none", "at": 0, "bytes": 5}, "not_found"),
-        ({"op": "get", "key": "cut", "at": 0, "bytes": 5}, "unreachable"),
-        ({"op": "get", "key": "raise", "at": 0, "bytes": 5}, "unreachable"),
-        ({"op": "put", "key": "full", "at": 0, "bytes": 5, "if_absent": True}, "full"),
-        ({"op": "exist", "keys": ["a", "bad"]}, "unreachable"),
-        ({"op": "list", "prefix": ""}, "unreachable"),
+        ({"op": "get", "key": "none", "at": 0, "bytes": 5}, "not_found", True),
+        ({"op": "get", "key": "no master", "at": 0, "bytes": 5}, "unreachable", True),
+        ({"op": "get", "key": "cut", "at": 0, "bytes": 5}, "unreachable", False),
+        ({"op": "get", "key": "raise", "at": 0, "bytes": 5}, "unreachable", False),
+        ({"op": "get", "key": "odd", "at": 0, "bytes": 5}, "unreachable", False),
+        ({"op": "get", "key": "few", "at": 0, "bytes": 5}, "unreachable", False),
+        ({"op": "put", "key": "full", "at": 0, "bytes": 5, "if_absent": True}, "full", True),
+        ({"op": "exist", "keys": ["a", "bad"]}, "unreachable", True),
+        ({"op": "sizes", "keys": ["a", "bad"]}, "unreachable", True),
+        ({"op": "list", "prefix": ""}, "unreachable", False),
     ],
 )
-def test_failures_have_a_kind_and_words(tmp_path, request_, kind):
+def test_failures_have_a_kind_and_words_and_say_whether_a_transfer_may_run(tmp_path, request_, kind, settled):
     with helper(tmp_path) as (ask, *_):
         ask()
         answer = ask(request_ | {"id": 9})
-        assert (answer["id"], answer["error"]) == (9, kind)
+        assert (answer["id"], answer["error"], answer.get("settled", False)) == (9, kind, settled)
         assert answer["detail"]
         assert ask({"id": 10, "op": "exist", "keys": ["a"]})["values"] == [0]
+        # The thread of each kind of operation still runs.
+        assert ask({"id": 11, "op": "get", "key": "none", "at": 0, "bytes": 5})["error"] == "not_found"
+
+
+def test_an_object_without_a_size_counts_as_missing(tmp_path):
+    with helper(tmp_path) as (ask, *_):
+        ask()
+        assert ask({"id": 1, "op": "sizes", "keys": ["none", "new"]}) == {"id": 1, "values": [-1, -1]}
+
+
+def test_an_unexpected_error_ends_the_process_with_its_reason(tmp_path):
+    with helper(tmp_path, stderr=subprocess.PIPE) as (ask, _, process, connection):
+        ask()
+        connection.sendall(b'{"id": 1, "op": "unknown"}\n')
+        assert process.stderr.read().decode().splitlines()[-1] == "KeyError: 'unknown'"
+        assert process.wait(60) == 1
 
 
 def test_a_read_that_hangs_keeps_no_probe_and_no_write_and_not_the_end(tmp_path):

@@ -57,6 +57,16 @@ def test_each_prompt_is_pinned_and_nothing_is_computed(
     assert capsys.readouterr().out.splitlines() == [f"line {at}: accepted, 128 tokens" for at in (1, 2, 3)]
 
 
+def test_empty_lines_count_in_the_numbers_of_lines(
+    vllm: tuple[Vllm, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, url = vllm
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('\n"a"\n\n"b"\n', encoding="utf-8")
+    assert main(["pin", "--url", url, "--ttl", "60", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"line {at}: accepted, 128 tokens" for at in (2, 4)]
+
+
 def test_hashes_are_handed_on(vllm: tuple[Vllm, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known, url = vllm
     known.hint = {"answer": "rejected", "tokens": 0, "reason": "not_pinned"}

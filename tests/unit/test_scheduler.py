@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -335,6 +336,19 @@ def test_plan_that_leaves_a_block_unfilled_is_refused(monkeypatch):
     meta = world.step()
     assert meta.failed_loads == ["b"]
     assert not world.session.loads
+
+
+@pytest.mark.parametrize("part", ["computed", "scheduled"])
+def test_an_error_in_the_times_of_steps_keeps_no_load_from_the_workers(part, monkeypatch):
+    world = World()
+    prefix = tokens(4 * BLOCK)
+    world.prefill(Request("a", prefix))
+    request = Request("b", [*prefix, 1])
+    world.connector.get_num_new_matched_tokens(request, 0)
+    monkeypatch.setattr(world.connector.steps, part, lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        world.admit(request, 4 * BLOCK)
+    assert [job.request_id for job in world.step().loads] == ["b"]
 
 
 def test_null_blocks_are_not_loaded_into():

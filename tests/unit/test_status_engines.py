@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -79,7 +80,10 @@ def test_all_engines_of_the_user_are_listed_and_one_alone_is_shown(
     [
         (None, "no engine has ever used this directory"),
         ("12\n", "no engine has this directory open now"),
-        ("12\n/nowhere/12-00.sock\n", "no engine has this directory open now"),
+        (
+            "12\n/nowhere/12-00.sock\n",
+            "listens at /nowhere/12-00.sock, which does not exist here: that engine has ended",
+        ),
     ],
 )
 def test_a_directory_that_nobody_has_open_is_told(
@@ -89,6 +93,21 @@ def test_a_directory_that_nobody_has_open_is_told(
         (tmp_path / "lock").write_text(text)
     assert main.main(["status", "--disk-path", str(tmp_path)]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_directory_that_this_user_may_not_read_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, **_: object) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    # Tests may run as root, who may read everything.
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert main.main(["status", "--disk-path", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "Permission denied" in said
+    assert "as the user of the engine" in said
+    assert "no engine" not in said
 
 
 def test_a_socket_may_be_given_as_it_is_printed() -> None:

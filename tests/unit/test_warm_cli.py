@@ -101,6 +101,35 @@ def test_the_key_of_a_vllm_is_sent(
     assert capsys.readouterr().out.startswith("1 prompt (0 refused)")
 
 
+@pytest.mark.parametrize("key", ["sk-hidden\n", "sk-hidden\r\nHost: other", "sk-hidden\u2026"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with serving(vllm := HttpVllm(computed, api_key="sk-hidden")) as url:
+        assert main(["warm", "--url", url, "--model", "m", write(tmp_path, "a", "b")]) == 2
+    said = capsys.readouterr()
+    assert "OPENAI_API_KEY" in said.err
+    assert "sk-hidden" not in said.err + said.out
+    assert vllm.asked == []
+
+
+def test_lines_end_only_with_line_breaks_and_empty_lines_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JSON text may hold the other separators of lines that Unicode has."""
+    prompts = ["a\u2028b", "a\u2029b", "no\x85b"]
+    file = tmp_path / "prompts.jsonl"
+    lines = [json.dumps(prompt, ensure_ascii=False) for prompt in prompts]
+    file.write_text("\n" + "\r\n \n".join(lines), encoding="utf-8")
+    with serving(vllm := HttpVllm(computed)) as url:
+        assert main(["warm", "--url", url, "--model", "m", "--parallel", "1", "--json", str(file)]) == 1
+    assert [body["prompt"] for _, body in vllm.asked] == prompts
+    said = capsys.readouterr()
+    assert [line["line"] for line in json.loads(said.out)["lines"]] == [2, 4, 6]
+    assert said.err.splitlines()[1].startswith("2 of 3: line 4, ")
+
+
 def test_an_interrupt_ends_the_command_at_once(tmp_path: Path) -> None:
     asked, end = threading.Event(), threading.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import time
 import types
 import zipfile
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -196,6 +198,22 @@ def test_a_damaged_file_of_digests_is_as_good_as_none(model: Path, tmp_path: Pat
     path = tmp_path / "weights.json"
     path.write_text(content)
     assert weights_digest(model, Digests(path), "sampled") == digest(model)
+
+
+def test_a_full_disk_leaves_no_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object, file: TextIO) -> None:
+        file.write("{")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    kept = Digests(tmp_path / "kept" / "weights.json")
+    weights_digest(model, kept, "sampled")
+    monkeypatch.setattr(weights.json, "dump", full)
+    for _ in range(2):
+        kept.save()
+        assert list(kept.path.parent.iterdir()) == []
+    monkeypatch.undo()
+    kept.save()
+    assert list(kept.path.parent.iterdir()) == [kept.path], "a later attempt may succeed"
 
 
 def test_a_directory_that_cannot_be_written_does_no_harm(model: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,3 +47,35 @@ def test_a_report_of_a_bug_asks_for_the_doctors_findings() -> None:
     required = {field["id"] for field in form["body"] if field.get("validations", {}).get("required")}
     assert "doctor" in required
     assert "undercroft doctor --json" in str(form)
+
+
+TOOLS = ("bash", "dirname", "df", "env", "grep", "id", "mktemp", "rm", "tee")
+"""Commands that `.ci/run` uses, beside those that the test replaces."""
+
+
+def test_a_package_that_cannot_be_installed_keeps_no_other_from_being_installed(tmp_path: Path) -> None:
+    for tool in TOOLS:
+        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
+    scripts = {
+        "apt-get": f'echo "$*" >>{tmp_path}/asked; case "$*" in *prometheus*) exit 100; esac',
+        "make": "exit 3",
+        "sudo": 'shift; "$@"',
+    }
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(f"#!{shutil.which('bash')}\n{script}\n")
+        (tmp_path / name).chmod(0o700)
+    ran = subprocess.run([ROOT / ".ci/run"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert ran.returncode == 3, "make's exit status"
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked[0].startswith("update")
+    assert [line.split()[-1] for line in asked[1:]] == ["redis-server", "prometheus"]
+    assert ran.stderr.splitlines() == ["prometheus cannot be installed: tests of the alerts are skipped"]
+
+
+@pytest.mark.parametrize("target", ["wheel", "wheel-aarch64"])
+def test_every_wheel_of_undercroft_knows_its_commit(target: str) -> None:
+    commands = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert commands is not None
+    first = commands[1].splitlines()[0]
+    assert "maturin build" in first
+    assert first.index("$(COMMIT); ") < first.index("maturin build")

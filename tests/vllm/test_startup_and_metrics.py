@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 from engine_checks import Reference, nothing_left
 from real_engine import Engine, prompt
@@ -128,3 +130,12 @@ def test_one_of_two_children_of_a_multi_connector(
         one.idle_steps()
         assert one.device_blocks_in_use() == 0
         assert one.reset_device_cache()
+
+
+def test_vllms_page_is_text_whatever_format_prometheus_prefers() -> None:
+    # At /metrics/, with a slash, vLLM answers in OpenMetrics (docs/troubleshooting.md).
+    frontend = pytest.importorskip("vllm.entrypoints.serve.instrumentator.metrics")
+    app = FastAPI()
+    frontend.attach_router(app)
+    page = TestClient(app).get("/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0"})
+    assert page.headers["content-type"].startswith("text/plain")
