@@ -82,7 +82,7 @@ AARCH64_TESTS := not test(/arena::populate::tests/)
 
 .PHONY: wheel-aarch64
 wheel-aarch64: | cargo  ## Build the wheel of undercroft for aarch64, manylinux_2_28, into dist/ (1.5 GB once)
-	@$(AARCH64) maturin build --release --out dist $(AARCH64_TARGET) --zig --compatibility manylinux_2_28
+	@$(COMMIT); $(AARCH64) maturin build --release --out dist $(AARCH64_TARGET) --zig --compatibility manylinux_2_28
 
 .PHONY: test-aarch64
 test-aarch64: | cargo  ## Rust tests of the core, the ciphers and remote directories on an emulated aarch64 (1.5 GB once, ten minutes)
