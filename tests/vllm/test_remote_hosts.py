@@ -57,6 +57,8 @@ class Hosts:
         self._count += 1
         running = self.model.start(options(self._tmp_path, f"host-{self._count}", remote=self._url, **others))
         try:
+            # Nothing waits for a store, and Mooncake's client starts slowly on a busy machine.
+            until(running, lambda _: core(running).info()["remote"]["health"] == "good")
             yield running
         finally:
             running.close()
