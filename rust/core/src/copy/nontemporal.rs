@@ -41,15 +41,15 @@ pub(super) fn copy_slice(routine: Routine, from: &[u8], to: &mut [u8]) {
     fence();
 }
 
-/// Copies `bytes`, which this processor does not read again soon, into an arena, by the fastest routine of this machine.
-/// The first call in a process measures the routines ([`Routine::fastest`]).
+/// Copies `bytes`, which this processor's caches have and which it does not read again soon, into an arena, by the
+/// fastest routine of this machine. The first call in a process measures the routines ([`Routine::fastest_of_cached`]).
 ///
 /// # Errors
 /// If the arena ends before the copy would.
 pub fn write_once(arena: &Arena, offset: u64, bytes: &[u8]) -> Result<(), OutOfBounds> {
     let start = arena.pointer(offset, bytes.len() as u64)?;
     // SAFETY: both are valid for the length, and no Rust reference into the arena exists that `bytes` could be.
-    unsafe { copy(Routine::fastest(), bytes.as_ptr(), start, bytes.len()) };
+    unsafe { copy(Routine::fastest_of_cached(), bytes.as_ptr(), start, bytes.len()) };
     fence();
     Ok(())
 }
@@ -73,7 +73,7 @@ mod x86 {
     const LINE: usize = 64;
     /// # Safety
     ///
-    /// As for [`super::copy`]; `len` must be at least [`LINE`]. The source is asked for `ahead` bytes ahead.
+    /// As for [`super::copy`]; `len` must be at least [`LINE`]. The source is asked for `ahead` bytes ahead, unless 0.
     pub(in crate::copy) unsafe fn copy(from: *const u8, to: *mut u8, len: usize, ahead: usize) {
         let head = to.align_offset(LINE);
         let lines = (len - head) / LINE;
@@ -81,8 +81,13 @@ mod x86 {
         // SAFETY: `head` is at most `LINE - 1` and so lies inside both ranges.
         unsafe { std::ptr::copy_nonoverlapping(from, to, head) };
         for at in (head..tail).step_by(LINE) {
+            if ahead > 0 {
+                let next = from.wrapping_add(at + ahead).cast();
+                // SAFETY: a prefetch may name any address.
+                unsafe { _mm_prefetch::<_MM_HINT_NTA>(next) };
+            }
             // SAFETY: `at + LINE <= tail <= len`, and `to + at` is aligned to a line.
-            unsafe { line(from.wrapping_add(at), to.wrapping_add(at), ahead) };
+            unsafe { line(from.wrapping_add(at), to.wrapping_add(at)) };
         }
         let (from, to) = (from.wrapping_add(tail), to.wrapping_add(tail));
         // SAFETY: the rest of both ranges, from `tail <= len` on.
@@ -93,11 +98,9 @@ mod x86 {
     ///
     /// `from` must be valid for reads and `to` for writes of a line; `to` must be aligned to it.
     #[inline(always)]
-    unsafe fn line(from: *const u8, to: *mut u8, ahead: usize) {
+    unsafe fn line(from: *const u8, to: *mut u8) {
         let from: *const __m128i = from.cast();
         let to: *mut __m128i = to.cast();
-        // SAFETY: a prefetch may name any address.
-        unsafe { _mm_prefetch::<_MM_HINT_NTA>(from.cast::<i8>().wrapping_add(ahead)) };
         for part in 0..LINE / size_of::<__m128i>() {
             // SAFETY: four parts make the line that the caller vouches for.
             let value = unsafe { _mm_loadu_si128(from.wrapping_add(part)) };
