@@ -217,6 +217,13 @@ impl Pool {
         Ok(pool)
     }
 
+    /// Waits for the end of the store's first check, whatever its result. Nothing is submitted yet.
+    pub(crate) fn wait_for_first_check(&self) {
+        let queue = self.shared.lock();
+        let ended = &self.shared.ended;
+        drop(ended.wait_while(queue, |queue| queue.running > 0));
+    }
+
     /// Reads the result of the last operation, even after the pool's end.
     pub fn last_result(&self) -> LastResult {
         LastResult(Arc::clone(&self.shared))
