@@ -14,7 +14,6 @@ mod location;
 pub mod measure;
 mod mooncake;
 mod objects;
-mod piece;
 mod pool;
 mod receiver;
 mod redact;

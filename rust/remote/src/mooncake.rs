@@ -187,7 +187,7 @@ impl Objects for MooncakeStore {
         let (answer, slot) = self.ask(&request, Some(slot), deadline)?;
         let slot = slot.expect("it comes back with the answer");
         let bytes = u64::try_from(answer.value()?).unwrap_or(0).min(wanted);
-        // The helper's process can change the bytes, so they are verified after the copy.
+        // The helper's process can change the bytes: the receiver verifies a copy.
         let mut done = 0;
         while done < bytes {
             let count = PIECE.min(bytes - done);

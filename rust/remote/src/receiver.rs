@@ -11,13 +11,13 @@ use rustix::io::Errno;
 use undercroft_core::arena::Arena;
 use undercroft_core::checksum::RunningChecksum;
 use undercroft_core::cipher::{PayloadCipher, SEAL_BYTES};
+use undercroft_core::copy::write_once;
 use undercroft_core::remote::segment::{SEGMENT_ALIGN, verify_as};
 use undercroft_core::remote::{
     ENCRYPTED_VERSION, Expected, REMOTE_VERSION, RemoteError, RemotePart,
 };
 
 use crate::objects::{Result, StoreError};
-use crate::piece::Piece;
 use crate::renewals::{Copied, Renewals};
 use crate::sealed::{Unsealing, sealed};
 
@@ -26,6 +26,9 @@ const PIECE: u64 = 512 << 10;
 
 /// Bytes that have arrived are copied in pieces of this size, for the same reason.
 const COPIED: u64 = 128 << 10;
+
+/// Bytes of memory that another process may write are copied in pieces of this size, which fit into a core's first cache.
+const SHARED: usize = 16 << 10;
 
 /// Takes the bytes of one object, in order.
 #[derive(Debug)]
@@ -197,32 +200,42 @@ impl<'a> Receiver<'a> {
     /// # Errors
     /// If the bytes do not belong to the requested object, or the store is being shut down.
     pub fn take(&mut self, bytes: &[u8]) -> Result<bool> {
-        self.take_piece(Piece::Bytes(bytes))
+        self.check_stop()?;
+        let at = self.at;
+        self.at += bytes.len() as u64;
+        if let Some(kept) = &mut self.kept {
+            kept.bytes.extend_from_slice(bytes);
+        }
+        match &mut self.target {
+            Target::Segment(segment) => segment.take(at, bytes)?,
+            Target::Bytes(out, limit) => {
+                let room = *limit - out.len() as u64;
+                out.extend_from_slice(first(bytes, room).0);
+            }
+            Target::Unseen(..) => {}
+        }
+        Ok(self.at < self.wanted())
     }
 
-    /// Takes the next bytes from memory that another process may write meanwhile. The bytes of the copy are verified.
+    /// Takes the next bytes from memory that another process may write meanwhile. They are copied once: the copy is
+    /// verified, and written to the arena.
     ///
     /// # Errors
     /// The errors of [`Receiver::take`].
     pub(crate) fn take_shared(&mut self, from: &Arena, place: u64, len: u64) -> Result<bool> {
         from.check(place, len).map_err(out_of_arena)?;
-        self.take_piece(Piece::Shared(from, place, len))
-    }
-
-    fn take_piece(&mut self, piece: Piece<'_>) -> Result<bool> {
-        self.check_stop()?;
-        let at = self.at;
-        self.at += piece.len();
-        if let Some(kept) = &mut self.kept {
-            piece.append_to(&mut kept.bytes);
+        if matches!(self.target, Target::Unseen(..)) {
+            self.at += len;
+            return Ok(self.at < self.wanted());
         }
-        match &mut self.target {
-            Target::Segment(segment) => segment.take(at, piece)?,
-            Target::Bytes(out, limit) => {
-                let room = *limit - out.len() as u64;
-                piece.split_at(room).0.append_to(out);
-            }
-            Target::Unseen(..) => {}
+        let mut copy = [0; SHARED];
+        let mut done = 0;
+        while done < len {
+            let count = (len - done).min(SHARED as u64);
+            let copy = &mut copy[..count as usize];
+            from.copy_to(place + done, copy).map_err(out_of_arena)?;
+            self.take(copy)?;
+            done += count;
         }
         Ok(self.at < self.wanted())
     }
@@ -300,6 +313,11 @@ fn stopped(stop: Option<&AtomicBool>) -> Result<()> {
     Ok(())
 }
 
+/// The first `count` bytes (or all if there are fewer), and the rest.
+fn first(bytes: &[u8], count: u64) -> (&[u8], &[u8]) {
+    bytes.split_at(count.min(bytes.len() as u64) as usize)
+}
+
 /// The error of a system call on a store's file.
 pub(crate) fn os_error(errno: Errno) -> StoreError {
     let kind = match errno {
@@ -337,12 +355,12 @@ impl Segment<'_> {
     }
 
     /// Takes bytes that begin `at` in the object.
-    fn take(&mut self, mut at: u64, mut piece: Piece<'_>) -> Result<()> {
+    fn take(&mut self, mut at: u64, mut bytes: &[u8]) -> Result<()> {
         let head = self.expect.header_bytes();
         if at < head {
-            let (ours, rest) = piece.split_at(head - at);
-            ours.append_to(&mut self.header);
-            (at, piece) = (at + ours.len(), rest);
+            let (ours, rest) = first(bytes, head - at);
+            self.header.extend_from_slice(ours);
+            (at, bytes) = (at + ours.len() as u64, rest);
             if at < head {
                 return Ok(());
             }
@@ -355,23 +373,25 @@ impl Segment<'_> {
         }
         while let Some((part, start)) = self.parts.get(self.sums.len()).copied() {
             // Bytes between the parts are not wanted.
-            let (skipped, rest) = piece.split_at(start.saturating_sub(at));
-            (at, piece) = (at + skipped.len(), rest);
-            if at < start || piece.len() == 0 {
+            let (skipped, rest) = first(bytes, start.saturating_sub(at));
+            (at, bytes) = (at + skipped.len() as u64, rest);
+            if at < start || bytes.is_empty() {
                 break;
             }
             let done = at - start;
-            let (ours, rest) = piece.split_at(COPIED.min(u64::from(part.len) - done));
-            let count = ours.len();
+            let (ours, rest) = first(bytes, COPIED.min(u64::from(part.len) - done));
+            let count = ours.len() as u64;
             match &mut self.unsealing {
                 Some(unsealing) => self.running.update(unsealing.take(ours)),
                 None => {
+                    // Bytes that have just arrived are in the processor's caches. Their copy bypasses the caches: it is
+                    // larger than them, and this processor does not read it again soon.
+                    self.running.update_cached(ours);
                     let to = part.arena_offset + done;
-                    let copied = ours.write_to(self.arena, to, &mut self.running);
-                    copied.map_err(out_of_arena)?;
+                    write_once(self.arena, to, ours).map_err(out_of_arena)?;
                 }
             }
-            (at, piece) = (at + count, rest);
+            (at, bytes) = (at + count, rest);
             if done + count == u64::from(part.len) {
                 self.end_part(part)?;
             }

@@ -12,7 +12,6 @@ use undercroft_core::remote::{
 };
 
 use crate::objects::{Result, StoreError};
-use crate::piece::Piece;
 use crate::receiver::out_of_arena;
 
 /// Begins the associated data of payloads in a remote store, so that it differs from that of every slot on disk.
@@ -121,9 +120,9 @@ impl<'a> Unsealing<'a> {
     }
 
     /// Takes the next bytes. Returns the copy.
-    pub(crate) fn take(&mut self, piece: Piece<'_>) -> &[u8] {
+    pub(crate) fn take(&mut self, bytes: &[u8]) -> &[u8] {
         let start = self.bytes.len();
-        piece.append_to(&mut self.bytes);
+        self.bytes.extend_from_slice(bytes);
         &self.bytes[start..]
     }
 
