@@ -273,18 +273,43 @@ fn requests_for_the_same_boundary_share_one_flight() {
     let hashes = chain(&[(1, 70)]);
     let config = config(512, 8);
     for kinds in MODELS {
+        let asked_by = |names: &[&str]| {
+            let mut objects = computed(&config, kinds, &hashes, &[70]);
+            let (mut reader, session) = host_of(config.clone(), kinds);
+            let mut random = Random(4);
+            for name in names {
+                let question = LookupRequest::new(name, &hashes);
+                assert!(reader.look(session, &question).is_pending());
+            }
+            let before = (objects.probes, objects.probed_keys);
+            for name in names {
+                let (tokens, _) = reader.ask(session, name, &hashes, &mut objects, &mut random);
+                assert_eq!(tokens, 70 * BLOCK);
+            }
+            reader.check();
+            let (probes, keys) = (objects.probes - before.0, objects.probed_keys - before.1);
+            (probes, keys, objects.gets)
+        };
+        assert_eq!(asked_by(&["a", "b", "c"]), asked_by(&["a"]), "{kinds:?}");
+    }
+}
+
+#[test]
+fn flights_that_need_the_same_objects_get_each_once() {
+    let hashes = chain(&[(1, 70)]);
+    let longer = chain(&[(1, 70), (2, 3)]);
+    let config = config(512, 8);
+    for kinds in MODELS {
         let mut objects = computed(&config, kinds, &hashes, &[70]);
         let (mut reader, session) = host_of(config.clone(), kinds);
         let mut random = Random(4);
-        for name in ["a", "b"] {
-            let question = LookupRequest::new(name, &hashes);
+        let requests = [("a", &hashes), ("b", &longer)];
+        for (name, hashes) in requests {
+            let question = LookupRequest::new(name, hashes);
             assert!(reader.look(session, &question).is_pending());
         }
-        let longer = chain(&[(1, 70), (2, 3)]);
-        let question = LookupRequest::new("c", &longer);
-        assert!(reader.look(session, &question).is_pending());
         reader.check();
-        for (name, hashes) in [("a", &hashes), ("b", &hashes), ("c", &longer)] {
+        for (name, hashes) in requests {
             let (tokens, _) = reader.ask(session, name, hashes, &mut objects, &mut random);
             assert_eq!(tokens, 70 * BLOCK);
             load(&mut reader, (session, name), kinds, hashes, tokens);
