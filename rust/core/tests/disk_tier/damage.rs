@@ -177,6 +177,18 @@ fn a_data_file_truncated_during_a_life() {
 }
 
 #[test]
+fn a_lock_file_deleted_during_a_life_is_reported() {
+    let (_guard, store) = dir();
+    let dirs = [store];
+    let rig = Open::new(&dirs).plain();
+    assert_eq!(rig.missing_files(), [] as [String; 0]);
+    // From now on another process may lock a new file of this name, and use the directory.
+    std::fs::remove_file(dirs[0].join("lock")).unwrap();
+    let said = rig.missing_files();
+    assert!(said.iter().any(|said| said.contains("lock")), "{said:?}");
+}
+
+#[test]
 fn files_deleted_during_a_life() {
     for name in ["data", "table", "super"] {
         let (_guard, store) = dir();
