@@ -8,6 +8,7 @@ mod memory;
 mod retention;
 mod rig;
 mod room;
+mod saturated;
 
 use std::collections::VecDeque;
 
