@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_release_keeps_the_registered_buffers() {
+    fn a_release_unregisters_the_buffers_and_a_refused_release_keeps_them() {
         if let Err(reason) = crate::io::probe_io_uring() {
             return eprintln!("not run: {reason}");
         }
@@ -480,5 +480,18 @@ mod tests {
         drop(pinner);
         ring.release_memory(0, 4096).unwrap();
         assert_eq!(ring.registered(), 0);
+        // A read comes to the new page: the first file of the ring is the arena itself.
+        arena.write(8192, &[7; 4096]).unwrap();
+        let transfer = RingTransfer {
+            reading: true,
+            file: 0,
+            file_offset: 8192,
+            buffer: Buffer::Arena(0),
+            len: 4096,
+        };
+        ring.push_transfer(transfer, 1);
+        ring.enter(None).unwrap();
+        assert_eq!(ring.reap(), Some((1, Ok(4096))));
+        assert!(arena.read(0, 4096).unwrap() == [7; 4096]);
     }
 }

@@ -255,3 +255,33 @@ fn an_examination_says_what_opening_does_and_changes_nothing() {
         }
     }
 }
+
+/// A child process that inherited the lock would keep the directory in use after the engine's end.
+#[test]
+fn no_child_process_inherits_a_file_of_a_directory() {
+    const CLOEXEC: u32 = 0o2_000_000;
+    let (_guard, store) = dir();
+    let rig = Open::new(std::slice::from_ref(&store)).plain();
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
+        let entry = entry.unwrap();
+        let Ok(target) = std::fs::read_link(entry.path()) else {
+            continue;
+        };
+        let is_arena = target.to_string_lossy().contains("undercroft-arena");
+        if !target.starts_with(&store) && !is_arena {
+            continue;
+        }
+        let info = Path::new("/proc/self/fdinfo").join(entry.file_name());
+        let info = std::fs::read_to_string(info).unwrap();
+        let line = info.lines().find_map(|line| line.strip_prefix("flags:"));
+        let flags = u32::from_str_radix(line.unwrap().trim(), 8).unwrap();
+        assert_ne!(flags & CLOEXEC, 0, "{target:?}");
+        names.push(target);
+    }
+    for name in ["super", "table", "data", "lock", "arena"] {
+        let is_it = |target: &std::path::PathBuf| target.to_string_lossy().contains(name);
+        assert!(names.iter().any(is_it), "{name}: {names:?}");
+    }
+    drop(rig);
+}
