@@ -9,7 +9,7 @@ use undercroft_core::disk::format::{
 use undercroft_core::disk::open;
 use undercroft_core::forest::TICK_MAX;
 
-use crate::rig::{DISK, Open, Random, Rig, dir, patch};
+use crate::rig::{DISK, Open, Random, Rig, SECOND, dir, patch};
 
 const PROMPTS: u64 = 6;
 const LEN: u32 = 20;
@@ -61,6 +61,24 @@ fn a_bit_flipped_in_a_payload() {
         let bit = random.below(8);
         patch(&store.join("data"), at, |bytes| bytes[0] ^= 1 << bit, 1);
     });
+}
+
+#[test]
+fn the_record_of_a_payload_that_was_found_damaged_is_overwritten() {
+    let (_guard, store) = dir();
+    let dirs = [store];
+    save_all(&mut Open::new(&dirs).plain());
+    let slots = used_slots(&dirs[0]);
+    let leaf = slots.iter().find(|record| record.depth == LEN).unwrap();
+    let at = u64::from(leaf.slot) * 4096;
+    patch(&dirs[0].join("data"), at, |bytes| bytes[0] ^= 1, 1);
+    let mut rig = Open::new(&dirs).plain();
+    assert_eq!(hit_all(&mut rig), ALL - 1);
+    rig.pass(2 * SECOND);
+    rig.pump();
+    drop(rig);
+    let rig = Open::new(&dirs).plain();
+    assert_eq!(rig.recovery.blocks, u64::from(ALL) - 1);
 }
 
 #[test]
