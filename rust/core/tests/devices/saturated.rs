@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 
 use undercroft_core::engine::{ClearOrder, ClearWhat};
-use undercroft_core::io::{FileKind, IoRequest};
+use undercroft_core::io::IoRequest;
 
 use crate::rig::{MILLISECOND, Rig, SECOND};
-use crate::{DEPTH, SMALL, config};
+use crate::{DEPTH, SMALL, config, records_of};
 
 /// The time of one write.
 const WRITE_NS: u64 = 20 * MILLISECOND;
@@ -53,16 +53,8 @@ impl Saturated {
 fn records_are_written_although_payloads_always_wait() {
     let mut saturated = Saturated::new();
     let ended = saturated.pass(20 * SECOND);
-    let is_record = |request: &&IoRequest| {
-        matches!(
-            request,
-            IoRequest::WriteMeta {
-                file: FileKind::Table,
-                ..
-            }
-        )
-    };
-    let payloads = ended.len() - ended.iter().filter(is_record).count();
+    let records = ended.iter().filter_map(records_of).count();
+    let payloads = ended.len() - records;
     let rig = saturated.rig.restart(config(64 << 20));
     let found: u64 = rig.engine.disk_blocks_by_device().iter().sum();
     // The last seconds may be missing: the device's queue takes 1.4 s, and a record waits for a second.
