@@ -140,13 +140,26 @@ mod tests {
         );
     }
 
-    /// Bytes of the mapping at `address` that the kernel maps in transparent huge pages.
-    fn mapped_in_huge_pages(address: usize) -> u64 {
+    /// A field that the kernel reports of the mapping at `address`.
+    fn field_of_mapping(address: usize, name: &str) -> String {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mapping = maps.split_once(&format!("\n{address:x}-")).unwrap().1;
-        let line = mapping.split_once("ShmemPmdMapped:").unwrap().1;
-        let kib: u64 = line.split_whitespace().next().unwrap().parse().unwrap();
+        let line = mapping.split_once(&format!("\n{name}:")).unwrap().1;
+        line.lines().next().unwrap().trim().to_owned()
+    }
+
+    /// Bytes of the mapping at `address` that the kernel maps in transparent huge pages.
+    fn mapped_in_huge_pages(address: usize) -> u64 {
+        let field = field_of_mapping(address, "ShmemPmdMapped");
+        let kib: u64 = field.split_whitespace().next().unwrap().parse().unwrap();
         kib * 1024
+    }
+
+    #[test]
+    fn core_dumps_leave_the_arena_out() {
+        let arena = Arena::create(1 << 20).unwrap();
+        let flags = field_of_mapping(arena.address(), "VmFlags");
+        assert!(flags.split(' ').any(|flag| flag == "dd"), "{flags}");
     }
 
     #[test]

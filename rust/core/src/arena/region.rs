@@ -169,7 +169,7 @@ impl Arena {
         Self::map(fd, size, huge_pages)
     }
 
-    fn map(fd: OwnedFd, size: u64, huge_pages: bool) -> Result<Self, ArenaError> {
+    pub(super) fn map(fd: OwnedFd, size: u64, huge_pages: bool) -> Result<Self, ArenaError> {
         let os = |step| move |source| ArenaError::Os { size, step, source };
         let len = usize::try_from(size).map_err(|_| ArenaError::Size { size })?;
         let (place, fixed) = if huge_pages {
@@ -463,7 +463,7 @@ impl Drop for Arena {
     }
 }
 
-fn sealed_memfd(size: u64, flags: MemfdFlags) -> Result<OwnedFd, ArenaError> {
+pub(super) fn sealed_memfd(size: u64, flags: MemfdFlags) -> Result<OwnedFd, ArenaError> {
     let os = |step| move |source| ArenaError::Os { size, step, source };
     let flags = flags | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = rustix::fs::memfd_create("undercroft-arena", flags).map_err(os("memfd_create"))?;

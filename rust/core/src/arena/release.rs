@@ -1,12 +1,23 @@
 //! Returns memory of the arena to the system.
 
 use std::fs::File;
+use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
 
 use rustix::fs::FallocateFlags;
 
 use super::region::{Arena, lock_alone};
+
+/// A range of the arena whose memory may be returned to the system. While this lives, no process can pin the arena.
+#[derive(Debug)]
+pub(crate) struct Release<'a> {
+    arena: &'a Arena,
+    /// Holds the lock.
+    file: File,
+    offset: u64,
+    len: u64,
+}
 
 impl Arena {
     /// Returns the memory behind a range, which no slot uses, to the system. The range then reads as zeros.
@@ -15,17 +26,51 @@ impl Arena {
     /// pins a part of the arena holds a shared lock on the file's first byte, by an open file description of its own
     /// (`python/undercroft/device/pinning.py`).
     ///
+    /// Reserved huge pages are not returned: only users of huge pages could take them, and then the range could not
+    /// be populated again. An access to the range would end the process (SIGBUS).
+    ///
     /// # Errors
-    /// If a process has pinned a part of the arena, or the kernel refuses.
-    pub fn release(&self, offset: u64, len: u64) -> std::io::Result<()> {
-        self.check(offset, len).map_err(std::io::Error::other)?;
+    /// If a process has pinned a part of the arena, the arena lies on reserved huge pages, or the kernel refuses.
+    pub fn release(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.begin_release(offset, len)?.finish()
+    }
+
+    /// Checks that [`Arena::release`] may return a range, before its caller gives up anything for it.
+    ///
+    /// # Errors
+    /// Like [`Arena::release`].
+    pub(crate) fn begin_release(&self, offset: u64, len: u64) -> io::Result<Release<'_>> {
+        self.check(offset, len).map_err(io::Error::other)?;
+        if self.huge_pages() {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
         // A lock belongs to an open file description, and workers share the arena's description.
         let name = format!("/proc/self/fd/{}", self.fd().as_raw_fd());
         let file = File::options().read(true).write(true).open(name)?;
         lock_alone(&file)?;
-        self.is_released.store(true, Ordering::Relaxed);
+        Ok(Release {
+            arena: self,
+            file,
+            offset,
+            len,
+        })
+    }
+}
+
+impl Release<'_> {
+    /// Returns the memory.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub(crate) fn finish(self) -> io::Result<()> {
+        self.arena.is_released.store(true, Ordering::Relaxed);
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        Ok(rustix::fs::fallocate(&file, mode, offset, len)?)
+        Ok(rustix::fs::fallocate(
+            &self.file,
+            mode,
+            self.offset,
+            self.len,
+        )?)
     }
 }
 
@@ -33,7 +78,10 @@ impl Arena {
 mod tests {
     use std::sync::Arc;
 
+    use rustix::fs::MemfdFlags;
+
     use super::super::prefault_in_background;
+    use super::super::region::sealed_memfd;
     use super::*;
 
     #[test]
@@ -61,5 +109,15 @@ mod tests {
         assert_eq!(arena.populated(), 0);
         arena.write(0, &[9; 4096]).unwrap();
         assert_eq!(arena.read(0, 2).unwrap(), [9, 9]);
+    }
+
+    #[test]
+    fn reserved_huge_pages_are_not_given_back() {
+        // This machine need not have such pages: an arena on plain pages counts as an arena on huge pages.
+        let fd = sealed_memfd(8192, MemfdFlags::empty()).unwrap();
+        let arena = Arena::map(fd, 8192, true).unwrap();
+        arena.write(0, b"kept").unwrap();
+        assert!(arena.release(0, 4096).is_err());
+        assert_eq!(arena.read(0, 4).unwrap(), b"kept");
     }
 }

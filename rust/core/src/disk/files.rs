@@ -21,7 +21,7 @@ const SUPER_NEW: &str = "super.new";
 pub(super) const TABLE: &str = "table";
 pub(super) const TABLE_NEW: &str = "table.new";
 pub(super) const DATA: &str = "data";
-const LOCK: &str = "lock";
+pub(super) const LOCK: &str = "lock";
 /// Begins the name of the directory in which a store of another format version is set aside.
 const ASIDE: &str = "format-";
 
@@ -65,8 +65,9 @@ pub(super) fn check_owner(path: &Path) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Whether a directory is empty or holds a store. Refuses a directory that holds other files.
-pub(super) fn find(path: &Path) -> Result<Found, StoreError> {
+/// Whether a directory is empty or holds a store. Refuses a directory that holds other files. A store of the other kind,
+/// encrypted or not, counts as a store of another version.
+pub(super) fn find(path: &Path, encrypted: bool) -> Result<Found, StoreError> {
     let mut names = Vec::new();
     for entry in fs::read_dir(path).map_err(failed(path, "list it"))? {
         let entry = entry.map_err(failed(path, "list it"))?;
@@ -78,6 +79,11 @@ pub(super) fn find(path: &Path) -> Result<Found, StoreError> {
             Err(StoreError::Version { found, .. }) => return Ok(Found::OtherVersion(found)),
             read => read?,
         };
+        // A start that was killed may have moved a part of the files already.
+        if superblock.encrypted != encrypted {
+            let version = Superblock::version(superblock.encrypted);
+            return Ok(Found::OtherVersion(version));
+        }
         return match [TABLE, DATA].into_iter().find(|needed| !has(needed)) {
             Some(missing) => Err(damaged(path, &format!("the file {missing} is missing"))),
             None => Ok(Found::Store(superblock)),
@@ -97,7 +103,9 @@ pub(super) fn find(path: &Path) -> Result<Found, StoreError> {
         });
     }
     let records = fs::symlink_metadata(path.join(TABLE)).map_or(0, |found| found.len());
-    if records > 0 && !names.iter().any(|name| name.starts_with(ASIDE)) {
+    // A start that was killed has left these files of a store that it removed.
+    let is_removed = has(SUPER_NEW) || names.iter().any(|name| name.starts_with(ASIDE));
+    if records > 0 && !is_removed {
         return Err(damaged(path, "the file super is missing"));
     }
     Ok(Found::Empty)
@@ -196,9 +204,8 @@ pub(super) fn read_superblock(path: &Path) -> Result<Superblock, StoreError> {
 /// Locks a directory.
 pub(super) fn take_lock(path: &Path) -> Result<File, StoreError> {
     let mut lock = File::from(open_to_write(path, LOCK, true)?);
-    if rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockExclusive).is_err() {
-        return Err(in_use(path, &mut lock));
-    }
+    rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockExclusive)
+        .map_err(|errno| not_locked(path, errno, &mut lock))?;
     write_owner(&lock, None).map_err(failed(path, "write the lock file"))?;
     Ok(lock)
 }
@@ -213,13 +220,16 @@ pub(super) fn lock_owner(path: &Path) -> Result<(), StoreError> {
         opened => opened?,
     };
     // The lock is held only during this call: an engine that starts meanwhile tries again.
-    match rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockShared) {
-        Ok(()) => Ok(()),
-        Err(_) => Err(in_use(path, &mut lock)),
-    }
+    rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockShared)
+        .map_err(|errno| not_locked(path, errno, &mut lock))
 }
 
-fn in_use(path: &Path, lock: &mut File) -> StoreError {
+/// Why a directory could not be locked.
+fn not_locked(path: &Path, errno: Errno, lock: &mut File) -> StoreError {
+    if errno != Errno::WOULDBLOCK {
+        // Some network filesystems are mounted without locks.
+        return failed(&path.join(LOCK), "lock it")(errno.into());
+    }
     let mut owner = String::new();
     // If the read fails, the message still tells the user how to continue.
     let _ = lock.read_to_string(&mut owner);
@@ -271,19 +281,40 @@ pub(super) fn replace_superblock(path: &Path, superblock: &Superblock) -> Result
     file.sync_all().map_err(failed(path, "sync the superblock"))
 }
 
-/// Deletes the files of a store, first the superblock: after a crash, the directory holds no store.
+/// A step of [`discard`].
+#[derive(Clone, Copy, Debug)]
+enum DiscardStep {
+    Rename(&'static str, &'static str),
+    Delete(&'static str),
+}
+
+/// The steps of [`discard`]. If a start is killed between two of them, the next start finds a store or none.
+const DISCARD_STEPS: [DiscardStep; 4] = [
+    DiscardStep::Rename(SUPER, SUPER_NEW),
+    DiscardStep::Delete(TABLE),
+    DiscardStep::Delete(DATA),
+    DiscardStep::Delete(SUPER_NEW),
+];
+
+/// Deletes the files of a store. The superblock loses its name first: after a crash, the directory holds no store.
 pub(super) fn discard(path: &Path) -> Result<(), StoreError> {
-    for name in [TABLE, SUPER, DATA] {
-        match fs::remove_file(path.join(name)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(failed(path, "delete the store of another format version")(
-                    error,
-                ));
-            }
-            _ => {}
-        }
+    for step in DISCARD_STEPS {
+        discard_step(path, step)?;
     }
     sync_directory(path)
+}
+
+fn discard_step(path: &Path, step: DiscardStep) -> Result<(), StoreError> {
+    let done = match step {
+        DiscardStep::Rename(from, to) => fs::rename(path.join(from), path.join(to)),
+        DiscardStep::Delete(name) => fs::remove_file(path.join(name)),
+    };
+    match done {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(failed(path, "delete the store")(error))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Where a store of a format version is set aside.
@@ -324,4 +355,51 @@ pub(super) fn bytes_of(path: &Path) -> u64 {
 fn sync_directory(path: &Path) -> Result<(), StoreError> {
     let dir = File::open(path).map_err(failed(path, "open the directory"))?;
     dir.sync_all().map_err(failed(path, "sync the directory"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SUPERBLOCK: Superblock = Superblock {
+        store_id: 1,
+        page_bytes: 1 << 20,
+        encrypted: false,
+    };
+
+    #[test]
+    fn a_start_that_is_killed_while_it_discards_a_store_leaves_no_damaged_store() {
+        for steps in 0..=DISCARD_STEPS.len() {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path();
+            create(path, &SUPERBLOCK).unwrap();
+            fs::write(path.join(TABLE), [1; BLOCK_BYTES]).unwrap();
+            for step in &DISCARD_STEPS[..steps] {
+                discard_step(path, *step).unwrap();
+            }
+            let expected = match steps {
+                0 => Found::Store(SUPERBLOCK),
+                _ => Found::Empty,
+            };
+            assert_eq!(find(path, false).unwrap(), expected, "after {steps} steps");
+            create(path, &SUPERBLOCK).unwrap();
+            assert_eq!(fs::metadata(path.join(TABLE)).unwrap().len(), 0);
+            assert_eq!(find(path, false).unwrap(), Found::Store(SUPERBLOCK));
+        }
+    }
+
+    #[test]
+    fn a_filesystem_without_locks_is_no_directory_in_use() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut lock = take_lock(dir.path()).unwrap();
+        let refused = lock_owner(dir.path()).unwrap_err();
+        assert!(matches!(refused, StoreError::InUse { .. }), "{refused}");
+        for errno in [Errno::NOLCK, Errno::NOSYS, Errno::OPNOTSUPP] {
+            let refused = not_locked(dir.path(), errno, &mut lock);
+            assert!(
+                refused.may_pass() && refused.to_string().contains("lock"),
+                "{refused}"
+            );
+        }
+    }
 }

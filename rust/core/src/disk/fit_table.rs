@@ -59,3 +59,63 @@ pub(super) fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> 
         .map_err(action(path, "sync the packed table"))?;
     fs::rename(&at, path.join(TABLE)).map_err(action(path, "name the packed table"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::key::BlockHash;
+
+    fn record(hash: u8, seq: u64, slot: u32) -> Record {
+        Record {
+            group: 0,
+            hit_class: 0,
+            seq,
+            instance: 1,
+            slot,
+            payload_bytes: 8192,
+            checksum: 0,
+            depth: 1,
+            last: 0,
+            written_s: 0,
+            hash: BlockHash::new(&[hash; 32]).unwrap(),
+            parent: None,
+        }
+    }
+
+    #[test]
+    fn a_packed_table_has_the_later_record_of_each_slot_that_fits_and_all_placeholders() {
+        let dir = tempfile::tempdir().unwrap();
+        let placeholder = Record {
+            group: PLACEHOLDER,
+            payload_bytes: 0,
+            ..record(6, 1, 0)
+        };
+        let records = [
+            record(1, 5, 2),
+            record(2, 9, 2),
+            record(3, 9, 6),
+            record(4, 5, 6),
+            record(5, 9, 15),
+            placeholder,
+        ];
+        let mut table = vec![0; 2 * BLOCK_BYTES];
+        // The records are not next to each other, and one of them is damaged.
+        for (at, record) in (1..).zip(&records) {
+            record.encode(&mut table[at * 3 * RECORD_BYTES..][..RECORD_BYTES]);
+        }
+        table[0] = 1;
+        let path = dir.path().join(TABLE);
+        fs::write(&path, &table).unwrap();
+        // The slot 15 ends behind the 16 units of the data file.
+        fit_table(dir.path(), 64 * SLOT_ALIGN).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), table, "it is short enough");
+        fit_table(dir.path(), 16 * SLOT_ALIGN).unwrap();
+        let packed = fs::read(&path).unwrap();
+        assert_eq!(packed.len(), BLOCK_BYTES);
+        let kept: Vec<Record> = packed
+            .chunks_exact(RECORD_BYTES)
+            .filter_map(Record::decode)
+            .collect();
+        assert_eq!(kept, [record(2, 9, 2), record(3, 9, 6), placeholder]);
+    }
+}

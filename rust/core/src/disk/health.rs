@@ -180,3 +180,32 @@ impl HealthMonitor {
         true
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_that_fails_again_and_again_is_tried_ever_later_and_at_least_once_in_about_an_hour()
+     {
+        let fault = IoFault::Os(rustix::io::Errno::IO.raw_os_error());
+        let mut health = HealthMonitor::new();
+        let mut now_ns = 0;
+        let mut pause_of = |health: &mut HealthMonitor| {
+            assert!(health.read_failed(fault, now_ns, 1));
+            let (Health::Failed { until_ns }, Some(_)) = health.report() else {
+                panic!("{health:?}");
+            };
+            let pause_ns = until_ns - now_ns;
+            now_ns = until_ns;
+            // A write succeeds, and the next read fails.
+            health.write_succeeded(now_ns);
+            assert_eq!(health.report(), (Health::Good, None));
+            pause_ns / 60_000_000_000
+        };
+        let pauses = [(); 8].map(|()| pause_of(&mut health));
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 64, 64]);
+        health.read_succeeded();
+        assert_eq!(pause_of(&mut health), 1, "the directory was good meanwhile");
+    }
+}

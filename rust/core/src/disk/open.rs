@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::files::{self, open_for_io, open_to_read, open_to_write, read_file, read_superblock};
-use super::files::{DATA, Found, SUPER, TABLE};
+use super::files::{DATA, Found, LOCK, SUPER, TABLE};
 use super::fit_table::fit_table;
 use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, Superblock, namespace_offset};
 use super::space::{Filesystem, Held, Sizing, size};
@@ -53,18 +53,6 @@ impl From<u64> for StoreOptions {
             on_other_version: OnOtherVersion::default(),
             encrypted: false,
         }
-    }
-}
-
-impl StoreOptions {
-    /// The state of a directory under these options.
-    fn find(self, path: &Path) -> Result<Found, StoreError> {
-        Ok(match files::find(path)? {
-            Found::Store(superblock) if superblock.encrypted != self.encrypted => {
-                Found::OtherVersion(Superblock::version(superblock.encrypted))
-            }
-            found => found,
-        })
     }
 }
 
@@ -127,6 +115,7 @@ impl Directory {
             (SUPER, self.files.superblock.try_clone()),
             (TABLE, self.files.table.try_clone()),
             (DATA, self.files.data.try_clone()),
+            (LOCK, self.lock.try_clone().map(OwnedFd::from)),
         ];
         let lock = DirectoryLock {
             // Without a descriptor the engine cannot tell that the file is missing; everything else
@@ -166,7 +155,8 @@ impl DirectoryLock {
     }
 
     /// Returns a message if a file was deleted or replaced since it was opened: bytes written from now on are lost when
-    /// the engine ends. Examines the open files, in memory, and never looks up their names on disk.
+    /// the engine ends, or, if the lock file was deleted, another process may use the directory, too. Examines the open
+    /// files, in memory, and never looks up their names on disk.
     pub fn missing_file(&self) -> Option<String> {
         let gone = |(_, file): &&(&str, OwnedFd)| {
             rustix::fs::fstat(file).is_ok_and(|found| found.st_nlink == 0)
@@ -221,12 +211,12 @@ pub fn open(
     let options = options.into();
     files::make(path)?;
     files::check_owner(path)?;
-    plan(path, options.find(path)?, options)?;
+    plan(path, files::find(path, options.encrypted)?, options)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o700))
         .map_err(failed(path, "make it private"))?;
     let lock = files::take_lock(path)?;
     // The second look, under the lock: another process may have made a store, used it and ended.
-    let found = options.find(path)?;
+    let found = files::find(path, options.encrypted)?;
     let (sizing, mut notes) = plan(path, found, options)?;
     if let Found::OtherVersion(version) = found {
         match options.on_other_version {
@@ -287,7 +277,7 @@ pub fn examine(path: &Path, options: StoreOptions) -> Result<Examination, StoreE
     }
     let found = if place == path {
         files::check_owner(path)?;
-        let found = options.find(path)?;
+        let found = files::find(path, options.encrypted)?;
         files::lock_owner(path)?;
         found
     } else {

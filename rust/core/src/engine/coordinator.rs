@@ -54,6 +54,8 @@ pub struct Engine {
     pub(super) draining: bool,
     /// The health of a directory has changed since the last call of [`Engine::take_progress`].
     pub(super) health_changed: bool,
+    /// Writes of payloads have started since late records or erasures started: now these go first.
+    pub(super) payloads_went: bool,
 }
 
 /// The parts of an engine that promotions and write-back work on.
@@ -96,6 +98,7 @@ impl Engine {
             clearing: Clearing::default(),
             draining: false,
             health_changed: false,
+            payloads_went: false,
             config,
         }
     }

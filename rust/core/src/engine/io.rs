@@ -160,9 +160,27 @@ impl Engine {
         }
         self.namespaces
             .next_writes(&self.residency, &mut self.operations, self.now_ns, out);
+        // Payloads may always wait. They take turns with the other writes, so that a device that is never idle gets
+        // these, too.
+        let before = out.len();
+        if self.payloads_went {
+            self.next_late_writes(out);
+            self.payloads_went = out.len() == before;
+        }
+        let before = out.len();
         let (writeback, mut parts) = self.writeback();
         writeback.next_writes(&mut parts, out);
-        writeback.next_table_writes(&mut parts, out);
+        self.payloads_went |= out.len() > before;
+        let (writeback, mut parts) = self.writeback();
+        writeback.next_table_writes(&mut parts, false, out);
+        self.next_erasures(out);
+        self.next_releases(out);
+    }
+
+    /// Appends the writes that are due beside payloads.
+    fn next_late_writes(&mut self, out: &mut Vec<IoRequest>) {
+        let (writeback, mut parts) = self.writeback();
+        writeback.next_table_writes(&mut parts, true, out);
         self.next_erasures(out);
         self.next_releases(out);
     }

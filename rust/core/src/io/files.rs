@@ -131,4 +131,18 @@ mod tests {
         let refused = check_own_file(&socket).unwrap_err();
         assert!(refused.to_string().contains("no regular file"), "{refused}");
     }
+
+    #[test]
+    fn files_bypass_the_page_cache_where_the_filesystem_can() {
+        let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = dir.path().join("data");
+        std::fs::write(&path, "").unwrap();
+        let can = rustix::fs::open(&path, OFlags::RDWR | OFlags::DIRECT, Mode::empty()).is_ok();
+        for _ in 0..2 {
+            let (fd, direct) = open_file(&path, true).unwrap();
+            let flags = rustix::fs::fcntl_getfl(&fd).unwrap();
+            assert_eq!((direct, flags.contains(OFlags::DIRECT)), (can, can));
+            std::fs::remove_file(&path).unwrap();
+        }
+    }
 }

@@ -62,6 +62,8 @@ pub(super) struct Active {
     /// Checksum of the source of a write, once it is known.
     pub(super) source: Option<u64>,
     pub(super) pieces: Vec<RingPiece>,
+    /// Progress of the call that moves no bytes: an erasure, or the sync after the transfer.
+    pub(super) tail: Progress,
     pub(super) unfinished: usize,
     pub(super) synced: bool,
     pub(super) fault: Option<IoFault>,

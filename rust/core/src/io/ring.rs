@@ -211,8 +211,11 @@ impl Ring {
 
     /// Returns the memory behind a range of the arena to the system.
     pub(super) fn release_memory(&mut self, offset: u64, len: u64) -> io::Result<()> {
+        let arena = Arc::clone(&self.arena);
+        // If another process has pinned the arena, the buffers stay registered.
+        let release = arena.begin_release(offset, len)?;
         self.unregister_regions()?;
-        self.arena.release(offset, len)
+        release.finish()
     }
 
     /// Bytes of the arena, from its start on, that transfers need not pin.
@@ -460,5 +463,35 @@ mod tests {
             "crosses two regions"
         );
         assert_eq!(ring.region_of(2 * REGION, 4096), Some(2));
+    }
+
+    #[test]
+    fn a_release_unregisters_the_buffers_and_a_refused_release_keeps_them() {
+        if let Err(reason) = crate::io::probe_io_uring() {
+            return eprintln!("not run: {reason}");
+        }
+        let arena = Arc::new(Arena::create(REGION).unwrap());
+        let mut ring = Ring::new(8, &[arena.fd()], Arc::clone(&arena), true).unwrap();
+        let registered = ring.registered();
+        // Holds the lock, like a process that has pinned the arena.
+        let pinner = arena.begin_release(0, 4096).unwrap();
+        assert!(ring.release_memory(0, 4096).is_err());
+        assert_eq!(ring.registered(), registered);
+        drop(pinner);
+        ring.release_memory(0, 4096).unwrap();
+        assert_eq!(ring.registered(), 0);
+        // A read comes to the new page: the first file of the ring is the arena itself.
+        arena.write(8192, &[7; 4096]).unwrap();
+        let transfer = RingTransfer {
+            reading: true,
+            file: 0,
+            file_offset: 8192,
+            buffer: Buffer::Arena(0),
+            len: 4096,
+        };
+        ring.push_transfer(transfer, 1);
+        ring.enter(None).unwrap();
+        assert_eq!(ring.reap(), Some((1, Ok(4096))));
+        assert!(arena.read(0, 4096).unwrap() == [7; 4096]);
     }
 }

@@ -196,15 +196,15 @@ impl<I: FaultHook> Uring<I> {
         } else {
             lane.ready.extend((0..count).map(|piece| (index, piece)));
         }
-        let active = Active {
+        self.slots[usize::from(index)].active = Some(Active {
             operation,
             source: None,
             pieces,
+            tail: Progress::new(0),
             unfinished,
             synced: false,
             fault: None,
-        };
-        self.slots[usize::from(index)].active = Some(active);
+        });
     }
 
     /// Moves pieces of all devices to the ring.
@@ -342,7 +342,7 @@ impl<I: FaultHook> Uring<I> {
                     .progress
                     .advance(outcome.map(|moved| piece.verdict.reported(moved)), reading)
             }
-            None => Progress::new(0).advance(outcome, reading),
+            None => active.tail.advance(outcome, reading),
         };
         match next {
             Next::Again => {

@@ -99,6 +99,31 @@ fn a_page_whose_records_belong_to_others_gets_new_ones() {
     assert_eq!(slots.take_cell(OWNER), 0);
 }
 
+#[test]
+fn the_next_slot_comes_from_the_fullest_page() {
+    let mut slots = Slots::new(1 << 20, 256 << 10);
+    let class = slots.class_for(32 << 10).unwrap();
+    let page_of = |offset: u64| offset / (256 << 10);
+    let taken: Vec<u64> = std::iter::from_fn(|| slots.alloc(class, OWNER)).collect();
+    assert_eq!(taken.len(), 4 * 8);
+    // Each page keeps another number of slots.
+    let free = |slots: &mut Slots, page: u64, count: usize| {
+        let of_page = taken.iter().filter(|&&offset| page_of(offset) == page);
+        of_page
+            .take(count)
+            .for_each(|&offset| slots.free(class, offset));
+    };
+    for (page, count) in [(0, 5), (1, 2), (2, 6), (3, 3)] {
+        free(&mut slots, page, count);
+    }
+    let pages: Vec<u64> = std::iter::from_fn(|| slots.alloc(class, OWNER))
+        .map(page_of)
+        .collect();
+    let expected = [(1, 2), (3, 3), (0, 5), (2, 6)];
+    let expected = expected.map(|(page, count)| [page].repeat(count)).concat();
+    assert_eq!(pages, expected);
+}
+
 proptest! {
     #[test]
     fn slots_in_use_never_overlap(ops in prop::collection::vec((0usize..3, any::<bool>(), 0usize..64), 1..400)) {

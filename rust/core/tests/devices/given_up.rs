@@ -20,11 +20,6 @@ fn prompts_on_two_directories(config: &EngineConfig) -> (Rig, Vec<u16>) {
         group(GroupKind::State, SMALL),
     ];
     let mut rig = Rig::with_groups(config.clone(), &[256 << 20; 2], groups);
-    let state_at = |end_block: u32| Offer {
-        group: 1,
-        first_block: end_block - 1,
-        end_block,
-    };
     let mut devices = Vec::new();
     for number in 0..8 {
         rig.save_with(number, LEN, &[state_at(MIDDLE), state_at(LEN)]);
@@ -35,6 +30,15 @@ fn prompts_on_two_directories(config: &EngineConfig) -> (Rig, Vec<u16>) {
         rig.settle();
     }
     (rig.restart(config.clone()), devices)
+}
+
+/// The state behind a number of blocks.
+fn state_at(end_block: u32) -> Offer {
+    Offer {
+        group: 1,
+        first_block: end_block - 1,
+        end_block,
+    }
 }
 
 /// The blocks of the answer to a request of its own for the first `len` blocks of a prompt.
@@ -137,4 +141,31 @@ fn a_read_that_fails_after_its_directory_was_given_up_is_no_failure_of_another_d
     failed.into_iter().skip(7).for_each(|read| rig.end(read));
     rig.settle();
     assert_eq!(ask(&mut rig, "again", prompt, LEN), Some(LEN));
+}
+
+#[test]
+fn a_write_that_ends_after_its_directory_was_given_up_leaves_no_block_there() {
+    let (mut rig, devices) = prompts_on_two_directories(&config(64 << 20));
+    let (mut held, mut number) = (Vec::new(), 100);
+    while held.is_empty() {
+        rig.save_with(number, LEN, &[state_at(LEN)]);
+        number += 1;
+        let is_held = |of: &IoRequest| matches!(of, IoRequest::WritePayload { device: 0, .. });
+        let (of_first, others): (Vec<_>, Vec<_>) = rig.start(DEPTH).into_iter().partition(is_held);
+        held = of_first;
+        others.into_iter().for_each(|request| rig.end(request));
+    }
+    let lost = devices.iter().position(|&at| at == 0).unwrap();
+    assert_eq!(ask(&mut rig, "lost", lost as u64, LEN), None);
+    for request in start_reads(&mut rig) {
+        rig.finish(&request, Err(IoFault::Os(EIO)));
+    }
+    assert!(matches!(rig.engine.health()[0].0, Health::Failed { .. }));
+    rig.settle();
+    held.into_iter().for_each(|request| rig.end(request));
+    rig.settle();
+    assert_eq!(rig.engine.disk_blocks_by_device()[0], 0);
+    assert_eq!(ask(&mut rig, "saved", number - 1, LEN), Some(LEN));
+    rig.settle();
+    assert!(rig.engine.is_quiet());
 }

@@ -8,12 +8,15 @@ mod memory;
 mod retention;
 mod rig;
 mod room;
+mod saturated;
 
 use std::collections::VecDeque;
 
 use undercroft_core::disk::Health;
+use undercroft_core::disk::format::{RECORD_BYTES, Record};
 use undercroft_core::engine::EngineConfig;
-use undercroft_core::io::{IoFault, IoRequest};
+use undercroft_core::io::{FileKind, IoFault, IoRequest};
+use undercroft_core::slots::SLOT_ALIGN;
 
 use rig::{MILLISECOND, Rig, SECOND};
 
@@ -344,6 +347,65 @@ fn blocks_that_a_full_disk_refused_are_offered_again_when_they_are_hit() {
     }
     rig.settle();
     assert_eq!(rig.engine.disk_blocks_by_device(), [1000]);
+}
+
+/// The bytes of a write of records.
+fn records_of(request: &IoRequest) -> Option<&[u8]> {
+    match request {
+        IoRequest::WriteMeta {
+            file: FileKind::Table,
+            bytes,
+            ..
+        } => Some(bytes),
+        _ => None,
+    }
+}
+
+#[test]
+fn no_record_describes_a_payload_that_is_being_written() {
+    let mut rig = Rig::new(config(64 << 20), &[256 << 20], SMALL);
+    rig.save(1, 2);
+    let mut writes = rig.start(64);
+    let being_written = writes.pop().unwrap();
+    let written = writes.pop().unwrap();
+    assert!(writes.is_empty());
+    let IoRequest::WritePayload { file_offset, .. } = written else {
+        panic!("{written:?}");
+    };
+    rig.end(written);
+    let started = rig.start(64);
+    let bytes = started.iter().find_map(records_of).unwrap();
+    let records = bytes.chunks_exact(RECORD_BYTES).filter_map(Record::decode);
+    let places: Vec<u64> = records
+        .map(|record| u64::from(record.slot) * SLOT_ALIGN)
+        .collect();
+    assert_eq!(places, [file_offset]);
+    started.into_iter().for_each(|request| rig.end(request));
+    rig.end(being_written);
+    rig.settle();
+    let rig = rig.restart(config(64 << 20));
+    assert_eq!(rig.engine.disk_blocks_by_device(), [2]);
+}
+
+#[test]
+fn records_whose_write_failed_are_written_again() {
+    let mut rig = Rig::new(config(64 << 20), &[256 << 20], SMALL);
+    rig.save(1, 4);
+    let (mut failed, mut started) = (0, rig.start(64));
+    while !started.is_empty() {
+        for request in started {
+            if failed == 0 && records_of(&request).is_some() {
+                failed += 1;
+                rig.finish(&request, Err(IoFault::Os(EIO)));
+            } else {
+                rig.end(request);
+            }
+        }
+        started = rig.start(64);
+    }
+    assert_eq!(failed, 1);
+    let rig = rig.restart(config(64 << 20));
+    assert_eq!(rig.engine.disk_blocks_by_device(), [4]);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use undercroft_core::disk::format::{
 use undercroft_core::disk::open;
 use undercroft_core::forest::TICK_MAX;
 
-use crate::rig::{DISK, Open, Random, Rig, dir, patch};
+use crate::rig::{DISK, Model, Open, Random, Rig, SECOND, dir, patch};
 
 const PROMPTS: u64 = 6;
 const LEN: u32 = 20;
@@ -61,6 +61,25 @@ fn a_bit_flipped_in_a_payload() {
         let bit = random.below(8);
         patch(&store.join("data"), at, |bytes| bytes[0] ^= 1 << bit, 1);
     });
+}
+
+#[test]
+fn the_record_of_a_payload_that_was_found_damaged_is_overwritten() {
+    let (_guard, store) = dir();
+    let dirs = [store];
+    save_all(&mut Open::new(&dirs).plain());
+    let first = Model::hashes(0, 1)[0];
+    let slots = used_slots(&dirs[0]);
+    let record = slots.iter().find(|record| record.hash == first).unwrap();
+    let at = u64::from(record.slot) * 4096;
+    patch(&dirs[0].join("data"), at, |bytes| bytes[0] ^= 1, 1);
+    let mut rig = Open::new(&dirs).plain();
+    assert_eq!(rig.hit(0, LEN), 0);
+    rig.pass(2 * SECOND);
+    rig.pump();
+    drop(rig);
+    let rig = Open::new(&dirs).plain();
+    assert_eq!(rig.recovery.blocks, u64::from(ALL - LEN));
 }
 
 #[test]
@@ -174,6 +193,18 @@ fn a_data_file_truncated_during_a_life() {
     drop(rig);
     let mut rig = Open::new(&dirs).plain();
     (1..PROMPTS).for_each(|prompt| assert_eq!(rig.hit(prompt, LEN), LEN));
+}
+
+#[test]
+fn a_lock_file_deleted_during_a_life_is_reported() {
+    let (_guard, store) = dir();
+    let dirs = [store];
+    let rig = Open::new(&dirs).plain();
+    assert_eq!(rig.missing_files(), [] as [String; 0]);
+    // From now on another process may lock a new file of this name, and use the directory.
+    std::fs::remove_file(dirs[0].join("lock")).unwrap();
+    let said = rig.missing_files();
+    assert!(said.iter().any(|said| said.contains("lock")), "{said:?}");
 }
 
 #[test]

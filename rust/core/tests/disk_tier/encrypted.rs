@@ -179,6 +179,27 @@ fn a_store_of_the_other_kind_is_discarded_set_aside_or_refused() {
     }
 }
 
+#[test]
+fn a_start_that_was_killed_while_it_set_a_store_of_the_other_kind_aside_is_continued() {
+    for moved in [&["table"][..], &["table", "data"]] {
+        let (_guard, store) = dir();
+        start(std::slice::from_ref(&store), &[1]).save(1, 10);
+        let aside = store.join("format-2");
+        std::fs::create_dir(&aside).unwrap();
+        for name in moved {
+            std::fs::rename(store.join(name), aside.join(name)).unwrap();
+        }
+        let options = StoreOptions {
+            capacity: Capacity::Bytes(DISK),
+            on_other_version: OnOtherVersion::SetAside,
+            encrypted: false,
+        };
+        drop(open::open(&store, options, 2).unwrap());
+        assert_eq!(Open::new(&[store]).plain().hit(1, 10), 0);
+        assert_eq!(start(&[aside], &[1]).hit(1, 10), 10);
+    }
+}
+
 /// Saves, lets somebody with the files but without the key change them, and opens again: whatever is found is
 /// right (the rig compares every byte). Returns the blocks that are found, and the failures.
 fn changed(change: impl FnOnce(&Path)) -> (u32, (u64, u64)) {

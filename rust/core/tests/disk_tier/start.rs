@@ -4,12 +4,12 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
-use undercroft_core::disk::format::ENCRYPTED_VERSION;
+use undercroft_core::disk::format::{ENCRYPTED_VERSION, RECORD_BYTES, Record};
 use undercroft_core::disk::open::{self, Capacity, OnOtherVersion, StoreOptions};
 use undercroft_core::engine::Engine;
 use undercroft_core::error::StoreError;
 
-use crate::rig::{DISK, Model, Open, dir, patch};
+use crate::rig::{DISK, Model, Open, SECOND, dir, patch};
 
 fn options(on_other_version: OnOtherVersion) -> StoreOptions {
     StoreOptions {
@@ -228,6 +228,45 @@ fn a_lower_capacity_keeps_what_fits_and_says_so() {
 }
 
 #[test]
+fn records_that_a_lower_capacity_has_moved_are_found_by_each_later_start() {
+    let (_guard, store) = dir();
+    let dirs = [store.clone()];
+    let small = Model {
+        id: 2,
+        payload_bytes: 4096,
+    };
+    let open = |capacity| {
+        let mut open = Open::new(&dirs);
+        open.capacity = capacity;
+        open.plain()
+    };
+    let mut rig = open(2 * DISK);
+    let (prompts, len) = (70, 100);
+    (0..prompts).for_each(|prompt| rig.save_of(&small, prompt, len));
+    drop(rig);
+    // Gaps between the slots in use: the packed records no longer follow each other as the slots do.
+    let path = store.join("table");
+    let mut table = fs::read(&path).unwrap();
+    for bytes in table.chunks_exact_mut(RECORD_BYTES) {
+        if Record::decode(bytes).is_some_and(|record| record.depth == len) {
+            bytes.fill(0);
+        }
+    }
+    fs::write(&path, &table).unwrap();
+    let mut rig = open(DISK);
+    let kept = rig.recovery.blocks;
+    assert!(kept > 1000, "{kept}");
+    assert!(fs::metadata(&path).unwrap().len() < table.len() as u64 * 2 / 3);
+    rig.pass(2 * SECOND);
+    rig.pump();
+    drop(rig);
+    let mut rig = open(DISK);
+    assert_eq!(rig.recovery.blocks, kept);
+    let hits = (0..prompts).map(|prompt| rig.hit_of(&small, prompt, len));
+    assert_eq!(u64::from(hits.sum::<u32>()), kept);
+}
+
+#[test]
 fn an_examination_says_what_opening_does_and_changes_nothing() {
     let (guard, store) = dir();
     let examine = |path: &Path, capacity| {
@@ -254,4 +293,34 @@ fn an_examination_says_what_opening_does_and_changes_nothing() {
             assert_eq!(said.map(drop), does.map(drop), "{path:?} {capacity}");
         }
     }
+}
+
+/// A child process that inherited the lock would keep the directory in use after the engine's end.
+#[test]
+fn no_child_process_inherits_a_file_of_a_directory() {
+    const CLOEXEC: u32 = 0o2_000_000;
+    let (_guard, store) = dir();
+    let rig = Open::new(std::slice::from_ref(&store)).plain();
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
+        let entry = entry.unwrap();
+        let Ok(target) = std::fs::read_link(entry.path()) else {
+            continue;
+        };
+        let is_arena = target.to_string_lossy().contains("undercroft-arena");
+        if !target.starts_with(&store) && !is_arena {
+            continue;
+        }
+        let info = Path::new("/proc/self/fdinfo").join(entry.file_name());
+        let info = std::fs::read_to_string(info).unwrap();
+        let line = info.lines().find_map(|line| line.strip_prefix("flags:"));
+        let flags = u32::from_str_radix(line.unwrap().trim(), 8).unwrap();
+        assert_ne!(flags & CLOEXEC, 0, "{target:?}");
+        names.push(target);
+    }
+    for name in ["super", "table", "data", "lock", "arena"] {
+        let is_it = |target: &std::path::PathBuf| target.to_string_lossy().contains(name);
+        assert!(names.iter().any(is_it), "{name}: {names:?}");
+    }
+    drop(rig);
 }

@@ -410,6 +410,26 @@ fn lives() -> impl FnMut(&[std::path::PathBuf]) -> Rig {
 }
 
 #[test]
+fn a_directory_that_a_running_engine_begins_to_use_keeps_nothing_of_before() {
+    let (_guard, store) = dir();
+    let dirs = [store];
+    Open::new(&dirs).plain().save(1, 10);
+    let before = open::read(&dirs[0]).unwrap();
+    assert!(!before.table_bytes.is_empty());
+    let emptied = open::open(&dirs[0], DISK, 2).unwrap().empty().unwrap();
+    assert_eq!(emptied.image.table.bytes().unwrap(), 0);
+    drop(emptied);
+    let after = open::read(&dirs[0]).unwrap();
+    assert_eq!(after.superblock, before.superblock);
+    assert!(after.table_bytes.is_empty());
+    assert_eq!(
+        open::read_descriptions(&dirs[0]).unwrap(),
+        [] as [String; 0]
+    );
+    assert_eq!(Open::new(&dirs).plain().hit(1, 10), 0);
+}
+
+#[test]
 fn a_directory_that_was_away_during_a_reset_is_not_believed() {
     for last in [[0, 1], [1, 0]] {
         let ((_one, one), (_other, other)) = (dir(), dir());

@@ -1,16 +1,17 @@
 //! A device that hangs holds up no other.
 
-use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use undercroft_core::arena::Arena;
-use undercroft_core::io::fault_hook::{Call, FaultHook, Verdict};
+use undercroft_core::io::fault_hook::{Call, CallKind, FaultHook, Verdict};
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::uring::Uring;
 use undercroft_core::io::{DeviceFiles, IoEngine, IoRequest};
 
 use super::is_possible;
-use super::rig::{ARENA, DEPTH, PATIENCE, UNIT, device_in, read};
+use super::rig::{ARENA, DEPTH, PATIENCE, UNIT, device_in, read, write};
 
 /// A device that hangs, with as much to do as it takes; another one beside it.
 fn a_device_that_hangs_holds_up_no_other(engine: &mut dyn IoEngine) {
@@ -48,7 +49,7 @@ fn read_of(device: u16, token: u64, arena_offset: u64, len: u32) -> IoRequest {
 
 /// Calls on device 0 do not return until the sender is gone.
 #[derive(Debug)]
-struct Hang(std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+struct Hang(Mutex<Receiver<()>>);
 
 impl FaultHook for Hang {
     fn on_call(&self, call: &Call) -> Verdict {
@@ -65,7 +66,7 @@ fn a_device_that_hangs_holds_up_no_other_thread_pool() {
     let devices = dirs.iter().map(|dir| device_in(dir.path())).collect();
     let arena = Arc::new(Arena::create(ARENA).unwrap());
     let (hangs, receiver) = std::sync::mpsc::channel();
-    let hook = Hang(std::sync::Mutex::new(receiver));
+    let hook = Hang(Mutex::new(receiver));
     let mut engine = ThreadPool::with_fault_hook(DEPTH, arena, devices, hook).unwrap();
     a_device_that_hangs_holds_up_no_other(&mut engine);
     drop(hangs);
@@ -82,7 +83,59 @@ fn a_device_that_hangs_holds_up_no_other_io_uring() {
     let (never_ready, writer) = rustix::pipe::pipe().unwrap();
     devices[0].data = never_ready;
     let arena = Arc::new(Arena::create(ARENA).unwrap());
-    let mut engine = Uring::new(DEPTH, arena, devices).unwrap();
+    let mut engine = Uring::new(DEPTH, Arc::clone(&arena), devices).unwrap();
     a_device_that_hangs_holds_up_no_other(&mut engine);
+    drop(engine);
+    assert!(
+        Arc::strong_count(&arena) > 1,
+        "the kernel may still write to the arena"
+    );
     drop(writer);
+}
+
+/// Notes each call, and lets it go on when the sender has sent a permit or is gone.
+#[derive(Debug)]
+struct Gate {
+    calls: Arc<Mutex<Vec<CallKind>>>,
+    permits: Mutex<Receiver<()>>,
+}
+
+impl FaultHook for Gate {
+    fn on_call(&self, call: &Call) -> Verdict {
+        self.calls.lock().unwrap().push(call.kind);
+        let _gone = self.permits.lock().unwrap().recv();
+        Verdict::Pass
+    }
+}
+
+#[test]
+fn a_read_goes_before_the_writes_that_wait_for_a_thread() {
+    // More operations than the pool has threads for a device.
+    let depth = 40;
+    let dir = tempfile::tempdir().unwrap();
+    let arena = Arc::new(Arena::create(ARENA).unwrap());
+    let (permits, receiver) = std::sync::mpsc::channel();
+    let calls = Arc::new(Mutex::new(Vec::new()));
+    let hook = Gate {
+        calls: Arc::clone(&calls),
+        permits: Mutex::new(receiver),
+    };
+    let devices = vec![device_in(dir.path())];
+    let mut engine = ThreadPool::with_fault_hook(depth, arena, devices, hook).unwrap();
+    let start = Instant::now();
+    let until = |count: usize| {
+        while calls.lock().unwrap().len() < count {
+            assert!(start.elapsed() < PATIENCE, "the threads begin nothing");
+            std::thread::yield_now();
+        }
+    };
+    for token in 0..depth as u64 - 1 {
+        engine.submit(write(token, 0, token * UNIT, UNIT as u32));
+    }
+    until(16);
+    engine.submit(read(99, 0, 0, UNIT as u32, 0));
+    permits.send(()).unwrap();
+    until(17);
+    assert_eq!(calls.lock().unwrap()[16], CallKind::Read);
+    drop(permits);
 }

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
 
+mod erase;
 mod hang;
 mod rig;
 mod sealed;
@@ -20,6 +21,11 @@ use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::uring::Uring;
 use undercroft_core::io::{DeviceFiles, FileKind, IoEngine, IoFault, IoRequest, probe_io_uring};
 
+use erase::{
+    an_erasure_makes_a_hole_where_the_filesystem_zeroes_no_range,
+    an_erasure_zeroes_the_range_and_returns_its_space_if_asked,
+    endless_interruptions_of_any_call_end,
+};
 use rig::{ARENA, DEPTH, Open, Rig, UNIT, meta, os, pattern, read, write};
 
 fn payloads_go_to_the_file_and_come_back(open: Open) {
@@ -212,14 +218,6 @@ fn a_busy_device_is_asked_again(open: Open) {
             assert_eq!(pair[0], pair[1], "{kind:?}: the same again");
         }
     }
-}
-
-fn endless_interruptions_end(open: Open) {
-    let again = std::iter::repeat_n(Verdict::Fail(Errno::AGAIN.raw_os_error()), 1000);
-    let mut rig = Rig::new(open, Script::default().then(CallKind::Read, again));
-    let bytes = pattern(4, UNIT);
-    rig.prepare(0, &bytes);
-    assert_eq!(rig.read(0, 0, &bytes), os(Errno::AGAIN));
 }
 
 fn the_end_of_the_file_is_truncated(open: Open) {
@@ -565,7 +563,9 @@ macro_rules! conformance {
             short_writes_are_continued
             errors_are_reported_and_pass
             a_busy_device_is_asked_again
-            endless_interruptions_end
+            endless_interruptions_of_any_call_end
+            an_erasure_zeroes_the_range_and_returns_its_space_if_asked
+            an_erasure_makes_a_hole_where_the_filesystem_zeroes_no_range
             the_end_of_the_file_is_truncated
             a_flipped_bit_is_corrupt
             impossible_requests_are_refused

@@ -22,10 +22,12 @@ impl WriteBack {
         self.record_seq = self.record_seq.max(seq);
     }
 
-    /// Appends writes of the tables to start now.
+    /// Appends writes of the tables to start now; with `only_late`, only of tables with a block that has waited long
+    /// enough.
     pub(in crate::engine) fn next_table_writes(
         &mut self,
         parts: &mut EngineParts<'_>,
+        only_late: bool,
         out: &mut Vec<IoRequest>,
     ) {
         for device in parts.residency.devices() {
@@ -33,7 +35,8 @@ impl WriteBack {
                 let disk = parts.residency.disk_mut(device);
                 disk.write_some_touched(parts.now_ns);
                 let is_late = disk.is_table_late(parts.now_ns);
-                let waits = disk.dirty_blocks() < DIRTY_BLOCKS_MAX && !self.is_idle() && !is_late;
+                let is_due = disk.dirty_blocks() >= DIRTY_BLOCKS_MAX || self.is_idle();
+                let waits = !is_late && (only_late || !is_due);
                 if waits || !disk.health.takes_writes(parts.now_ns) {
                     break;
                 }
