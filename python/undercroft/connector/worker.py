@@ -234,6 +234,8 @@ class WorkerConnector:
             self._take_over_early()
         if self._attempt is not None and not self._attempt.is_served:
             self._abandon_attempt()
+        # Copies may end after the last step: vLLM makes no step for a save that is late.
+        self._collect()
         attached = self._attached
         if attached is None or self._running:
             return
