@@ -100,6 +100,8 @@ def test_an_arena_is_released_without_a_step_even_if_its_copies_end_after_the_la
     monkeypatch.setattr(worker, "WATCH_S", 3600.0)
     host = Attachments()
     one = SlowRank(monkeypatch, host)
+    selected: list[bool] = []
+    monkeypatch.setattr(one.streams, "select", lambda: selected.append(True))
     pinner.unpins.set()
     late = job(1, [1], [0], session=1)
     one.hooks(step(saves=[late]))
@@ -110,6 +112,7 @@ def test_an_arena_is_released_without_a_step_even_if_its_copies_end_after_the_la
     one.settle()
     one.worker.release_unserved()
     assert arena.gone == 1
+    assert selected, "another thread asks the device"
     assert one.hooks(step())[2] == UndercroftWorkerMetadata({1: 1})
 
     one.hooks(UndercroftMetadata("/b", 11, 2, saves=[job(2, [1], [0], session=2)]))
