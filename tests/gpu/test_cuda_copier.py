@@ -43,7 +43,10 @@ class SlowStreams(CudaStreams):
 
 
 class Untimed(SlowStreams):
-    """Broken streams may end a job before its first event. Torch refuses to time such a job, which would hide the bytes."""
+    """Broken streams may end a job before its first event.
+
+    Torch refuses to time such a job, which would hide the bytes.
+    """
 
     def seconds(self, begin: Any, end: Any) -> float:
         return 0.0

@@ -93,6 +93,40 @@ def test_an_arena_whose_copies_run_is_released_after_them(monkeypatch: pytest.Mo
     one.worker.shutdown()
 
 
+def test_an_arena_is_released_without_a_step_even_if_its_copies_end_after_the_last_step(
+    monkeypatch: pytest.MonkeyPatch, pinner: Pinner
+) -> None:
+    """vLLM makes no step for a save that is late."""
+    monkeypatch.setattr(worker, "WATCH_S", 3600.0)
+    host = Attachments()
+    one = SlowRank(monkeypatch, host)
+    selected: list[bool] = []
+    monkeypatch.setattr(one.streams, "select", lambda: selected.append(True))
+    pinner.unpins.set()
+    late = job(1, [1], [0], session=1)
+    one.hooks(step(saves=[late]))
+    arena = host.made[("/a", 1)]
+    arena.is_served = False
+    one.worker.release_unserved()
+    assert arena.gone == 0, "the copy runs"
+    one.settle()
+    one.worker.release_unserved()
+    assert arena.gone == 1
+    assert selected, "another thread asks the device"
+    assert one.hooks(step())[2] == UndercroftWorkerMetadata({1: 1})
+
+    one.hooks(UndercroftMetadata("/b", 11, 2, saves=[job(2, [1], [0], session=2)]))
+    one.hooks(UndercroftMetadata("/c", 12, 3))
+    arena = host.made[("/b", 2)]
+    one.worker.release_unserved()
+    assert arena.gone == 0, "the copy runs on the arena that the worker has left"
+    one.settle()
+    one.worker.release_unserved()
+    assert arena.gone == 1
+    assert one.hooks(UndercroftMetadata("/c", 12, 3))[2] == UndercroftWorkerMetadata({2: 1}, {2})
+    one.worker.shutdown()
+
+
 def test_an_arena_that_was_attached_early_is_released_without_a_step(
     monkeypatch: pytest.MonkeyPatch, pinner: Pinner
 ) -> None:

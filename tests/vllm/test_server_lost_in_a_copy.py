@@ -33,6 +33,9 @@ class Held:
         self.jobs.append((to_arena, jobs))
         return [0] * len(jobs)
 
+    def select(self) -> None:
+        self._copier.select()
+
     def poll(self) -> list[Ended]:
         if self._polls_left is not None:
             self._polls_left -= 1

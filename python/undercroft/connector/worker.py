@@ -235,6 +235,8 @@ class WorkerConnector:
         if self._attempt is not None and not self._attempt.is_served:
             self._abandon_attempt()
         attached = self._attached
+        if self._running and (attached is None or not attached.is_held or not attached.is_served):
+            self._collect_late()
         if attached is None or self._running:
             return
         # Without an attachment the end of the engine cannot be seen.
@@ -438,6 +440,13 @@ class WorkerConnector:
                 leaving.copier.close()
             leaving.arena.let_go()
             self._discard(leaving.arena)
+
+    def _collect_late(self) -> None:
+        """Collect without a step: copies may end after the last step, since vLLM makes no step for a late save."""
+        copier = self._copier if self._leaving is None else self._leaving.copier
+        if copier is not None:
+            copier.select()
+        self._collect()
 
     def _is_over(self, job: TransferJob) -> bool:
         """Whether the job's session has ended: its results count for nothing."""

@@ -26,7 +26,7 @@ class Ended(NamedTuple):
 
 
 class DeviceCopier(Protocol):
-    """Copies the shards of one rank in the background. Only the model runner's thread uses a copier.
+    """Copies the shards of one rank in the background. Only one thread at a time uses a copier.
 
     A save reads the output of the work that the device has got so far. So a copier with streams records an event of the
     compute stream in `submit`, and lets the save wait for this event. A load waits for the same event, since the work
@@ -38,6 +38,9 @@ class DeviceCopier(Protocol):
 
         Raises an exception, and queues nothing, if a block or a slot of any job lies outside its range.
         """
+
+    def select(self) -> None:
+        """Prepare the calling thread, which is not the model runner's, for `poll`."""
 
     def poll(self) -> list[Ended]:
         """Jobs that have ended since the last call."""

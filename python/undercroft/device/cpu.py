@@ -34,6 +34,9 @@ class CpuCopier:
         """Name of the routine that copies bytes: the fastest in a measurement on this processor."""
         return self._copier.routine
 
+    def select(self) -> None:
+        """See `DeviceCopier`."""
+
     def poll(self) -> list[Ended]:
         """Jobs that have ended since the last call."""
         return [Ended(ticket, True, seconds) for ticket, seconds in self._copier.poll()]

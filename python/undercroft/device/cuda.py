@@ -102,6 +102,10 @@ class CudaCopier:
                     self._start(stream, to_arena, part, own, ready)
         return _bytes(blocks, len(jobs))
 
+    def select(self) -> None:
+        """Select the device; see `DeviceCopier`. Without this a query of an event fails a graph's capture."""
+        self._streams.select()
+
     def poll(self) -> list[Ended]:
         """Jobs that have ended since the last call. Jobs of one direction are in their order."""
         return [ended for stream in self._copy_streams() for ended in stream.poll()]

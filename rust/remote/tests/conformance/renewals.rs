@@ -36,6 +36,15 @@ fn wait_until(is_so: impl Fn() -> bool) {
     }
 }
 
+/// Expects reads that take less time than a request that hangs. On a busy machine, some attempts take longer.
+fn quickly(mut read: impl FnMut() -> Duration) {
+    let mut all = Vec::new();
+    while all.last().is_none_or(|elapsed| *elapsed >= HANG) {
+        assert!(all.len() < 6, "{all:?}");
+        all.push(read());
+    }
+}
+
 #[test]
 fn an_old_object_that_is_read_is_written_again_as_it_was() {
     with_server("renewals::over_a_good_server");
@@ -73,15 +82,20 @@ fn over_writes_that_hang() {
     // More than the store's threads.
     let segments = old_segments(&server, &mut rig, 40);
     server.fail("PUT", HANGS, usize::MAX);
-    let started = Instant::now();
-    for segment in &segments {
-        rig.get_all(segment).unwrap();
-        let found = rig.probe(vec![segment.key]);
-        assert_eq!(found, Ok(RemoteDone::Present(1)));
-    }
-    let elapsed = started.elapsed();
-    assert!(elapsed < HANG, "{elapsed:?}");
-    wait_until(|| server.count("PUT") > segments.len());
+    quickly(|| {
+        let (mut rig, started) = (Rig::new(URL, Box::new(())).unwrap(), Instant::now());
+        let before = server.count("PUT");
+        for segment in &segments {
+            rig.get_all(segment).unwrap();
+            let found = rig.probe(vec![segment.key]);
+            assert_eq!(found, Ok(RemoteDone::Present(1)));
+        }
+        let elapsed = started.elapsed();
+        wait_until(|| server.count("PUT") > before);
+        // The pool's end would wait for the renewals.
+        std::mem::forget(rig.pool.take());
+        elapsed
+    });
 }
 
 #[test]
@@ -143,18 +157,22 @@ fn a_removal_that_hangs_keeps_no_read_waiting() {
 #[test]
 #[ignore = "a part of another test"]
 fn over_removals_that_hang() {
-    let (server, mut rig) = started();
+    let (server, rig) = started();
     let segment = Segment::new(1);
     let (path, bytes) = (segment.key.path(), segment.bytes());
     let cut = Body::bytes(&bytes[..5000]);
     rig.objects.put(&path, &cut, true).unwrap();
-    server.fail("DELETE", HANGS, 1);
-    let started = Instant::now();
-    assert_eq!(rig.get_all(&segment), Err(RemoteError::Corrupt));
-    assert!(started.elapsed() < HANG, "{:?}", started.elapsed());
-    wait_until(|| server.count("DELETE") == 1);
-    // The pool's end would wait for the removal.
-    std::mem::forget(rig.pool.take());
+    server.fail("DELETE", HANGS, usize::MAX);
+    quickly(|| {
+        let (mut rig, started) = (Rig::new(URL, Box::new(())).unwrap(), Instant::now());
+        let before = server.count("DELETE");
+        assert_eq!(rig.get_all(&segment), Err(RemoteError::Corrupt));
+        let elapsed = started.elapsed();
+        wait_until(|| server.count("DELETE") > before);
+        // The pool's end would wait for the removal.
+        std::mem::forget(rig.pool.take());
+        elapsed
+    });
 }
 
 /// Ceph answers so to a read of an object that is being replaced.

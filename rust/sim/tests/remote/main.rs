@@ -3,6 +3,7 @@
 //! `UNDERCROFT_REMOTE_SEEDS=10000 cargo nextest run -p undercroft-sim --test remote --release`
 
 mod announced;
+mod evicted;
 mod failures;
 mod gaps;
 mod hybrid;

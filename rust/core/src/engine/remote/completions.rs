@@ -1,5 +1,7 @@
 //! The ends of the store's operations, and operations that take too long.
 
+use std::ops::Range;
+
 use crate::forest::NodeId;
 use crate::remote::{RemoteCompletion, RemoteDone, RemoteError};
 use crate::work;
@@ -16,6 +18,8 @@ use super::{InFlight, Operation, Remote, count_get, count_put};
 const LOOK_NS: u64 = 5_000_000;
 /// Blocks that one answer to a probe makes the engine forget, beside the rest of the last object.
 const ENTRY_BLOCKS: usize = 256;
+/// Segments that one answer makes the engine forget although the answer is not about them.
+const KNOWN_FORGOTTEN: u32 = 512;
 /// A put may take this many times as long as a get.
 const PUT_STALLS: u64 = 10;
 
@@ -112,8 +116,12 @@ impl Engine {
                     }
                     give_up_payloads(&payloads, parts.residency);
                 }
-                remote.note_object(fingerprint, why, parts.now_ns);
+                let was_known = remote.note_object(fingerprint, why, parts.now_ns);
+                let mut left = KNOWN_FORGOTTEN;
                 for taker in takers {
+                    if was_known && why == Some(RemoteError::NotFound) {
+                        remote.forget_known(taker.0, taker.1 + 1..u32::MAX, &mut left);
+                    }
                     remote.get_ended(taker, sums.is_some(), why, &parts);
                 }
                 self.fetched(&payloads, &sums.unwrap_or_default());
@@ -224,6 +232,7 @@ impl Remote {
         };
         if let Some(bits) = bits {
             self.forget_absent(id, bits, parts);
+            self.forget_lost(id, bits, parts);
         }
         let Some(flight) = self.flights.get_mut(id).filter(|of| of.is_asking()) else {
             return;
@@ -262,15 +271,53 @@ impl Remote {
         self.told.remove(digest, &gone, parts);
     }
 
-    /// Remembers the result of a get of an object.
-    fn note_object(&mut self, segment: u64, why: Option<RemoteError>, now_ns: u64) {
+    /// Forgets that the store has the objects that it lacks by the answer to a probe: they are written again when they
+    /// have been computed again. The segments between such a segment and the next one of the probe are forgotten, too.
+    fn forget_lost(&mut self, id: FlightId, bits: u64, parts: &EngineParts<'_>) {
+        let Some(flight) = self.flights.get(id) else {
+            return;
+        };
+        let absent = flight.absent(bits, parts.residency.spec(flight.ns));
+        let asked = flight.search.asked().to_vec();
+        let lost: Vec<bool> = (absent.into_iter())
+            .map(|piece| self.known.remove(fingerprint(&flight.key(piece))))
+            .collect();
+        if flight.boundaries.is_some() {
+            return;
+        }
+        let mut left = KNOWN_FORGOTTEN;
+        let absent = (0..asked.len()).filter(|bit| bits >> bit & 1 == 0);
+        for (at, _) in absent.zip(lost).filter(|(_, was_known)| *was_known) {
+            let next = asked.get(at + 1).copied().unwrap_or(u32::MAX);
+            self.forget_known(id, asked[at] + 1..next, &mut left);
+        }
+    }
+
+    /// Forgets that the store has these segments of a flight, `left` at most. The store has lost the segment before
+    /// them, and has probably lost them, too.
+    fn forget_known(&mut self, id: FlightId, segments: Range<u32>, left: &mut u32) {
+        let Some(flight) = self.flights.get(id).filter(|of| of.boundaries.is_none()) else {
+            return;
+        };
+        let end = segments.end.min(flight.objects());
+        for segment in (segments.start..end).take(*left as usize) {
+            *left -= 1;
+            self.known
+                .remove(fingerprint(&flight.key(flight.piece(segment))));
+        }
+    }
+
+    /// Remembers the result of a get of an object. Returns whether the store was known to have an object that it lacks.
+    fn note_object(&mut self, segment: u64, why: Option<RemoteError>, now_ns: u64) -> bool {
+        let mut was_known = false;
         if why.is_some_and(RemoteError::is_of_object) {
-            self.known.remove(segment);
+            was_known = self.known.remove(segment);
             self.absent.insert(segment, now_ns);
         }
         if matches!(why, Some(RemoteError::Corrupt | RemoteError::Cipher)) {
             self.broken.insert(segment, now_ns);
         }
+        was_known
     }
 
     /// A get that a flight waits for has ended.
