@@ -11,6 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::checksum;
 use crate::disk::DeviceImage;
 use crate::engine::Engine;
 use crate::io::{ChecksumQueue, DeviceFiles, IoCompletion, IoEngine, IoRequest, Waker};
@@ -334,6 +335,8 @@ fn run_or_break(shared: &Shared, io: Box<dyn IoEngine>) {
 }
 
 fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
+    // Here no operation waits for the measurement.
+    checksum::measure();
     let mut completions: Vec<IoCompletion> = Vec::new();
     let mut requests: Vec<IoRequest> = Vec::new();
     let mut rooms: Vec<usize> = Vec::new();

@@ -49,7 +49,14 @@ pub(super) fn copy_slice(routine: Routine, from: &[u8], to: &mut [u8]) {
 pub fn write_once(arena: &Arena, offset: u64, bytes: &[u8]) -> Result<(), OutOfBounds> {
     let start = arena.pointer(offset, bytes.len() as u64)?;
     // SAFETY: both are valid for the length, and no Rust reference into the arena exists that `bytes` could be.
-    unsafe { copy(Routine::fastest_of_cached(), bytes.as_ptr(), start, bytes.len()) };
+    unsafe {
+        copy(
+            Routine::fastest_of_cached(),
+            bytes.as_ptr(),
+            start,
+            bytes.len(),
+        )
+    };
     fence();
     Ok(())
 }
