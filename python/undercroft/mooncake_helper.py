@@ -27,6 +27,8 @@ CLIENT_MEMORY = 16 << 20
 """Bytes of memory that Mooncake's client allocates for itself."""
 BATCH = 8
 """Most objects in one call of the client."""
+BATCH_BYTES = 32 << 20
+"""A call with so many bytes takes no further object: all objects of a call arrive together, at its end."""
 CLOSE_LIMIT_S = 2.0
 ADMIN_LIMIT_S = 5.0
 CONNECT_LIMIT_S = 1.0
@@ -144,12 +146,9 @@ class Helper:
         self._store = store
 
     def _work(self, requests: queue.SimpleQueue[Request], work: Callable[[list[Request]], None]) -> None:
-        """The body of a thread: carries out all waiting requests of a kind together."""
+        """The body of a thread: carries out waiting requests of a kind together."""
         while True:
-            batch = [requests.get()]
-            while len(batch) < BATCH and not requests.empty():
-                batch.append(requests.get())
-            work(batch)
+            work(next_batch(requests))
 
     def _each(self, batch: list[Request]) -> None:
         for request in batch:
@@ -259,6 +258,14 @@ class Helper:
         line = json.dumps({"id": number, **fields}).encode() + b"\n"
         with self._sending:
             self._connection.sendall(line)
+
+
+def next_batch(requests: queue.SimpleQueue[Request]) -> list[Request]:
+    """Wait for a request, and take the requests after it that have come already, up to the limits of a call."""
+    batch = [requests.get()]
+    while len(batch) < BATCH and sum(one.get("bytes", 0) for one in batch) < BATCH_BYTES and not requests.empty():
+        batch.append(requests.get())
+    return batch
 
 
 def own_address(master: str) -> str:

@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from undercroft.mooncake_helper import next_batch
 
 BYTES = 1 << 20
 PYTHON = Path(__file__).resolve().parents[2] / "python"
@@ -171,3 +174,15 @@ def test_a_store_that_cannot_be_had_is_told_and_ends_the_process(tmp_path, clien
         assert (answer["id"], answer["error"]) == (0, kind)
         assert words in answer["detail"]
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts"),
+    [([1 << 20] * 9, [8, 1]), ([16 << 20] * 5, [2, 2, 1]), ([64 << 20] * 2, [1, 1]), ([None] * 9, [8, 1])],
+)
+def test_large_objects_do_not_wait_for_many_others(sizes, counts):
+    requests = queue.SimpleQueue()
+    for size in sizes:
+        requests.put({} if size is None else {"bytes": size})
+    assert [len(next_batch(requests)) for _ in counts] == counts
+    assert requests.empty()
