@@ -48,6 +48,10 @@ class RequestState:
     """The request's number of preemptions when its answer was last counted: each preemption's answer counts once."""
     lookup_failed: bool = False
     """Whether a load failed or a lookup was given up: from then on the request computes its prompt."""
+    load_failed: bool = False
+    """Whether a load has failed and the scheduler has not asked since. The next answer is "later": vLLM then takes the
+    request, which holds no device blocks any more, out of the queue of requests that hold some. In this queue it could
+    wait for ever for the blocks of the requests behind it."""
     saved_hashes: int = 0
     """Number of the engine's blocks for which slots have been requested."""
     saved_tokens: int = 0

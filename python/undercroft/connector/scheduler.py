@@ -151,6 +151,9 @@ class SchedulerConnector:
         state.epoch = self._epoch
         state.ran = False
         state.unread_tokens = 0
+        if state.load_failed:
+            state.load_failed = False
+            return None, False
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
         if self.has_siblings and request_params.is_brought(request.kv_transfer_params):
@@ -293,7 +296,7 @@ class SchedulerConnector:
         if not ok:
             self._counts.add("failed_loads")
             if (state := self._requests.get(request_id)) is not None:
-                state.lookup_failed = True
+                state.lookup_failed = state.load_failed = True
         if plan is None:
             return
         if ok:

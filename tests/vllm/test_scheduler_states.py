@@ -1,0 +1,54 @@
+"""States that vLLM's scheduler reaches rarely, with the scheduler itself over a modelled model."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from modelled_vllm import BLOCK, Vllm, continuation, vllm
+
+pytestmark = pytest.mark.vllm
+
+OPTIONS = {"host_memory": "16MiB", "promotion_wait": "complete", "min_load_tokens": 1}
+
+
+def prompt(blocks: int, seed: int) -> list[int]:
+    """A prompt of whole blocks and some tokens."""
+    return [random.Random(seed).randrange(50) for _ in range(blocks * BLOCK)] + [1, 2, 3]
+
+
+def forget_device(one: Vllm) -> None:
+    """Empty the device's own cache."""
+    one.run()
+    assert one.scheduler.reset_prefix_cache()
+
+
+def test_a_failed_load_stops_no_request_that_waits_behind_it(llama: Path) -> None:
+    """Without its load a prompt needs more blocks of the windows, and another loaded prompt holds these."""
+    faults: dict[str, float] = {}
+    chance = random.Random(0)
+    first, second = prompt(18, 1), prompt(9, 2)
+    with vllm(
+        llama, OPTIONS, chance, kinds="wf", blocks=44, max_model_len=320, max_num_batched_tokens=256, faults=faults
+    ) as one:
+        for name, ids in (("a", first), ("b", second)):
+            one.add(name, ids, 1)
+            forget_device(one)
+        faults["delay"] = 1.0
+        one.add("first", first, 4)
+        one.add("second", second, 4)
+        one.step()
+        assert len(one.scheduler.kv_holding_waiting) == 2
+        # Jobs run in order: only the first load fails.
+        faults.update(delay=0.0, load=1.0)
+        [copier] = [worker._worker._copier for worker in one.workers]
+        kept, copier._waiting = copier._waiting.pop(), copier._waiting
+        one.step()
+        faults["load"] = 0.0
+        copier._waiting.append(kept)
+        one.run(limit=100)
+        assert one.outputs["first"] == continuation(first, 4)
+        assert one.outputs["second"] == continuation(second, 4)
+        assert (one.cached["first"], one.cached["second"]) == (0, 9 * BLOCK)
