@@ -340,8 +340,6 @@ def vllm(
     **engine_args: Any,
 ) -> Iterator[Vllm]:
     """Start one. ``faults``: probabilities of `SlowCopier`. ``connectors``: further children of a MultiConnector."""
-    from kv_caches import allocate, plan, scheduler_config
-    from undercroft.connector import worker as worker_module
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -352,6 +350,9 @@ def vllm(
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
+
+    from kv_caches import allocate, plan, scheduler_config
+    from undercroft.connector import worker as worker_module
 
     faults = {} if faults is None else faults
     own = {"kv_connector": "UndercroftConnector", "kv_connector_extra_config": dict(undercroft)}
