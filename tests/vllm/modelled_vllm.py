@@ -136,6 +136,8 @@ class Vllm:
     in_flight: deque[_Step] = field(default_factory=deque)
     running: dict[str, _Running] = field(default_factory=dict)
     aggregator: Any = None
+    failed_blocks: set[int] = field(default_factory=set)
+    """Device blocks whose load failed in this step, which computes with them all the same."""
 
     def add(self, name: str, prompt: Sequence[int], count: int, **more: Any) -> Any:
         """A request arrives."""
@@ -185,7 +187,8 @@ class Vllm:
         begins |= {
             name: computed
             for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-            if name in cached.resumed_req_ids
+            # Without steps in flight vLLM knows all tokens, and may set back what is computed.
+            if name in cached.resumed_req_ids or not (self.ahead or self.drafts)
         }
         self.in_flight.append(
             _Step(
@@ -218,6 +221,7 @@ class Vllm:
 
         scheduled = step.output.num_scheduled_tokens
         metadata = pickle.dumps(step.output.kv_connector_metadata)
+        self.failed_blocks.clear()
         for worker in self.workers:
             bound = pickle.loads(metadata)
             worker.handle_preemptions(bound)
@@ -254,6 +258,10 @@ class Vllm:
         one = self.running[name]
         known, begin = len(one.tokens), one.computed
         true_kv = kv_of(one.tokens)
+        if not self.failed_blocks.isdisjoint(step.tables[name][0]):
+            # vLLM discards what this step computes, and computes it again.
+            self._write(begin, [1] * (begin + count), step.tables[name])
+            return [0] if begin + count >= known else []
         self._check(name, true_kv[:begin], step.tables[name])
         new = one.tokens[begin : begin + count]
         extra = count - len(new)
@@ -271,31 +279,26 @@ class Vllm:
         one.computed = begin + len(new) + accepted
         return generated
 
-    def _places(self, begin: int, end: int, table: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        positions = np.arange(begin, end)
-        return np.array(table)[positions // BLOCK], positions % BLOCK
-
-    def _groups(self) -> Iterator[tuple[int, Any, Any, str]]:
+    def _groups(self) -> Iterator[tuple[int, Any, torch.Tensor, int]]:
         for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
             for pages in self.pages:
-                for name in group.layer_names:
-                    yield index, group.kv_cache_spec, pages, name
+                for salt, layer in enumerate(group.layer_names):
+                    yield index, group.kv_cache_spec, pages[layer], salt
 
     def _check(self, name: str, kv: Sequence[int], tables: tuple[list[int], ...]) -> None:
-        for index, spec, pages, layer in self._groups():
-            window = getattr(spec, "sliding_window", None)
-            begin = 0 if window is None else max(0, len(kv) - window + 1)
-            blocks, slots = self._places(begin, len(kv), tables[index])
+        for index, spec, pages, salt in self._groups():
+            begin = _first_needed(spec, len(kv))
+            blocks, slots = _places(spec, begin, len(kv), tables[index])
             assert (blocks > 0).all(), f"{name}: null blocks at {begin}..{len(kv)} of group {index}"
-            held = pages[layer][blocks, 0, slots, 0]
-            wanted = torch.tensor(kv[begin:], dtype=torch.int64) + _salt(layer, pages)
+            held = pages[blocks, 0, slots, 0]
+            wanted = torch.tensor(kv[begin:], dtype=torch.int64) + salt
             wrong = torch.nonzero(held != wanted).flatten().tolist()
             assert not wrong, f"{name}: wrong KV of group {index} at {[begin + at for at in wrong]} of {len(kv)}"
 
     def _write(self, begin: int, kv: Sequence[int], tables: tuple[list[int], ...]) -> None:
-        for index, _, pages, layer in self._groups():
-            blocks, slots = self._places(begin, len(kv), tables[index])
-            pages[layer][blocks, 0, slots, 0] = torch.tensor(kv[begin:], dtype=torch.int64) + _salt(layer, pages)
+        for index, spec, pages, salt in self._groups():
+            blocks, slots = _places(spec, begin, len(kv), tables[index])
+            pages[blocks, 0, slots, 0] = torch.tensor(kv[begin:], dtype=torch.int64) + salt
 
     def blocks_in_use(self) -> int:
         """Device blocks that are referenced."""
@@ -309,17 +312,38 @@ class Vllm:
         self.scheduler.shutdown()
 
 
-def _salt(layer: str, pages: Mapping[str, torch.Tensor]) -> int:
-    """Each layer holds other values. Each rank does not: its pages are another tensor."""
-    return list(pages).index(layer)
+def _places(spec: Any, begin: int, end: int, table: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    positions = np.arange(begin, end)
+    return np.array(table)[positions // spec.block_size], positions % spec.block_size
+
+
+def _first_needed(spec: Any, computed: int) -> int:
+    """The first token whose KV the next token needs."""
+    window, chunk = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
+    if window is not None:
+        return max(0, computed - window + 1)
+    return 0 if chunk is None else computed // chunk * chunk
 
 
 def groups_of(kinds: str, head_size: int = 8) -> list[Any]:
-    """KV cache groups of two layers each: "f" of full attention, "w" of a window of 40 tokens."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+    """KV cache groups of two layers each.
+
+    "f": full attention, "F": with blocks of twice the tokens, "w": a window of 40 tokens, "c": chunks of 48 tokens.
+    """
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
 
     fields: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": head_size, "dtype": torch.float32}
-    specs = {"f": lambda: FullAttentionSpec(**fields), "w": lambda: SlidingWindowSpec(**fields, sliding_window=40)}
+    specs = {
+        "f": lambda: FullAttentionSpec(**fields),
+        "F": lambda: FullAttentionSpec(**fields | {"block_size": 2 * BLOCK, "head_size": head_size // 2}),
+        "w": lambda: SlidingWindowSpec(**fields, sliding_window=40),
+        "c": lambda: ChunkedLocalAttentionSpec(**fields, attention_chunk_size=48),
+    }
     return [KVCacheGroupSpec([f"{at}.{layer}" for layer in range(2)], specs[kind]()) for at, kind in enumerate(kinds)]
 
 
@@ -337,6 +361,8 @@ def vllm(
     ahead: int = 0,
     faults: dict[str, float] | None = None,
     connectors: Sequence[Mapping[str, Any]] = (),
+    siblings_first: bool = False,
+    policy: str = "fail",
     **engine_args: Any,
 ) -> Iterator[Vllm]:
     """Start one. ``faults``: probabilities of `SlowCopier`. ``connectors``: further children of a MultiConnector."""
@@ -357,7 +383,8 @@ def vllm(
     faults = {} if faults is None else faults
     own = {"kv_connector": "UndercroftConnector", "kv_connector_extra_config": dict(undercroft)}
     if connectors:
-        children = [{**own, "kv_role": "kv_both"}, *map(dict, connectors)]
+        ours, others = [{**own, "kv_role": "kv_both"}], [*map(dict, connectors)]
+        children = others + ours if siblings_first else ours + others
         own = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
     if drafts:
         engine_args["speculative_config"] = {
@@ -369,7 +396,7 @@ def vllm(
         model=str(model),
         skip_tokenizer_init=True,
         dtype="float32",
-        kv_transfer_config=KVTransferConfig(**own, kv_role="kv_both"),
+        kv_transfer_config=KVTransferConfig(**own, kv_role="kv_both", kv_load_failure_policy=policy),
         **{"max_model_len": 1024, "max_num_seqs": 6, "max_num_batched_tokens": 96, **engine_args},
     )
     config = args.create_engine_config()

@@ -52,3 +52,31 @@ def test_a_failed_load_stops_no_request_that_waits_behind_it(llama: Path) -> Non
         assert one.outputs["first"] == continuation(first, 4)
         assert one.outputs["second"] == continuation(second, 4)
         assert (one.cached["first"], one.cached["second"]) == (0, 9 * BLOCK)
+
+
+class Accepted(random.Random):
+    """All drafts are right."""
+
+    def randint(self, a: int, b: int) -> int:
+        return b
+
+
+def test_a_session_with_streaming_input_leaves_no_kv_of_drafts(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes the KV of drafts after the end of a turn for that of the next turn's first tokens."""
+    first, second = prompt(2, 1), prompt(4, 2)
+    with vllm(llama, OPTIONS, Accepted(0), drafts=3, max_model_len=320) as one:
+        with monkeypatch.context() as unchecked:
+            unchecked.setattr(one, "_check", lambda *args: None)
+            session = one.add("session", first, 3, resumable=True)
+            while len(one.outputs["session"]) < 3:
+                one.step()
+            assert session.num_computed_tokens > session.num_tokens, "vLLM has mended it: save sessions again"
+            one.add("session", second, 1, resumable=True)
+            while len(one.outputs["session"]) < 4:
+                one.step()
+            tokens = list(session.all_token_ids)
+            one.add("session", [0], 1)
+            forget_device(one)
+        one.add("same", tokens, 4)
+        one.run()
+        assert one.outputs["same"] == continuation(tokens, 4)

@@ -74,3 +74,11 @@ class RequestState:
     """First step in which the save may be retried."""
     epoch: int = 0
     """Number of the last cache reset before the blocks on the device were computed."""
+
+    def outcome(self, gain: int) -> str:
+        """The outcome as which an answered lookup is counted. ``gain``: the tokens that can be loaded."""
+        if self.timed_out:
+            return "timed_out"
+        if gain:
+            return "disk" if self.deferred else "host"
+        return "miss" if self.load_wait_since is None else "device"

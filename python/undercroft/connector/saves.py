@@ -325,7 +325,7 @@ class Saves:
         return ended
 
     def invalidate(self, block_ids: set[int]) -> None:
-        """Drop the saves of requests that have these device blocks, which do not hold the tokens that undercroft assumed.
+        """Drop the saves of requests with these device blocks, which do not hold the tokens that undercroft assumed.
 
         A save may copy none of these blocks, because the tiers hold other copies of them. The KV of the blocks that it
         copies was computed from them all the same.

@@ -92,6 +92,9 @@ class SchedulerConnector:
         """Whether vLLM may offer a local hit without states: a load then brings the state at its own boundary."""
         self.has_siblings = False
         """Whether other connectors may bring the tokens that a request needs."""
+        self.saves_sessions = True
+        """Whether sessions with streaming input are saved. With drafts, vLLM also counts accepted tokens after the end
+        of a turn as computed, and takes their KV for that of the next turn's first tokens."""
         self._provisional_tokens = 0
         """Number of a step's last tokens whose KV in draft layers the next step may compute again."""
         self._step = 0
@@ -178,7 +181,7 @@ class SchedulerConnector:
             return None, False
         if state.counted_for != request.num_preemptions and not state.lookup_failed:
             state.counted_for = request.num_preemptions
-            self._counts.lookup(time.perf_counter() - state.asked_at, self._outcome(state, gain), state.deferred)
+            self._counts.lookup(time.perf_counter() - state.asked_at, state.outcome(gain), state.deferred)
         state.asked_at = state.load_wait_since = None
         state.deferred = state.timed_out = False
         return gain, gain > 0
@@ -470,14 +473,6 @@ class SchedulerConnector:
             state.load_wait_since = now
         return now - state.load_wait_since < LOAD_WAIT_S
 
-    def _outcome(self, state: RequestState, gain: int) -> str:
-        """The outcome as which an answered lookup is counted."""
-        if state.timed_out:
-            return "timed_out"
-        if gain:
-            return "disk" if state.deferred else "host"
-        return "miss" if state.load_wait_since is None else "device"
-
     def _give_up(self, state: RequestState) -> int:
         state.lookup_failed = True
         self._counts.add("lookups_timed_out")
@@ -544,6 +539,8 @@ class SchedulerConnector:
 
         Tokens of rejected drafts are beyond ``num_tokens``. Hashes that include later tokens appear late.
         """
+        if request.resumable and not self.saves_sessions:
+            return 0
         tokens: int = max(0, min(computed_tokens - self._provisional_tokens, request.num_tokens))
         if self._config.save == "prompt":
             tokens = min(tokens, request.num_prompt_tokens)
