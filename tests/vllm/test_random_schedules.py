@@ -23,7 +23,8 @@ class Clients:
     def __init__(self, one: Vllm, chance: random.Random) -> None:
         self._one = one
         self._chance = chance
-        self._trunks = [self._tokens(200) for _ in range(3)]
+        # More than the device holds.
+        self._trunks = [self._tokens(200) for _ in range(10)]
         self._sent: dict[str, tuple[list[int], int]] = {}
         self._sessions: dict[str, list[tuple[list[int], int]]] = {}
 
@@ -92,8 +93,12 @@ def serve(one: Vllm, chance: random.Random, steps: int, sessions: bool) -> None:
             clients.speaks()
         elif happens < 0.25:
             clients.goes_away()
+        elif happens < 0.26:
+            for _ in range(60):
+                one.step()
         elif happens < 0.275:
-            one.scheduler.reset_prefix_cache(reset_connector=happens > 0.27)
+            # vLLM refuses while blocks are in use.
+            one.scheduler.reset_prefix_cache(reset_connector=happens > 0.272)
         else:
             one.step()
     clients.end()
