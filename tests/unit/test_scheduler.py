@@ -123,19 +123,6 @@ def test_rejected_drafts_are_not_saved():
     assert not meta.saves
 
 
-def test_sessions_with_streaming_input_are_not_saved_beside_drafts():
-    """vLLM takes the KV of accepted drafts after a turn's end for that of the next turn."""
-    world = World()
-    session = Request("session", tokens(2 * BLOCK), resumable=True)
-    world.connector.on_new_request(session)
-    world.connector.get_num_new_matched_tokens(session, 0)
-    world.admit(session)
-    world.connector.saves_sessions = False
-    assert world.step([(session, 2 * BLOCK)]).saves == []
-    world.finish(session)
-    assert world.step().saves == []
-
-
 def test_tokens_that_draft_layers_compute_again_are_not_saved_yet():
     world = World()
     manager = SimpleNamespace(coordinator=SimpleNamespace(num_reprefillable_tokens=2))

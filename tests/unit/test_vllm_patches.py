@@ -32,6 +32,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.request import RequestStatus
 from vllm.v1.worker.gpu_worker import Worker
 
 import undercroft
@@ -280,7 +281,9 @@ def test_objects_without_the_names_are_left_as_they_are() -> None:
     assert vllm_patches.before_prefix_cache_reset(SimpleNamespace(), lambda: None) is False  # type: ignore[arg-type]
     assert vllm_patches.after_prefix_cache_reset(SimpleNamespace(), lambda: None) is False  # type: ignore[arg-type]
     assert vllm_patches.end_step_at(SimpleNamespace(), 16) is False  # type: ignore[arg-type]
-    for name in ("LOAD_FAILURE_POLICY", "LOCAL_HITS", "PREFIX_CACHE_RESET", "SHARED_PREFIX"):
+    loaded: Any = SimpleNamespace(request=SimpleNamespace(request_id="r", status=RequestStatus.WAITING))
+    assert vllm_patches.free_loaded(SimpleNamespace(), [loaded]) is False  # type: ignore[arg-type]
+    for name in ("LOAD_FAILURE_POLICY", "LOADED_REQUESTS", "LOCAL_HITS", "PREFIX_CACHE_RESET", "SHARED_PREFIX"):
         assert "has other internals" in str(vllm_patches.problem(BY_NAME[name]))
 
 
@@ -467,6 +470,7 @@ def test_the_places_of_instances_exist() -> None:
     set_on_objects = {
         "KVTransferConfig.kv_load_failure_policy",
         "Request.shared_prefix_boundary",
+        "Request.num_computed_tokens",
         "Request._undercroft_adapter",
         "RequestState.__class__",
         "MultiConnector._undercroft_judge",

@@ -80,3 +80,30 @@ def test_a_session_with_streaming_input_leaves_no_kv_of_drafts(llama: Path, monk
         one.add("same", tokens, 4)
         one.run()
         assert one.outputs["same"] == continuation(tokens, 4)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_pause_may_clear_the_caches_while_a_loaded_request_waits(llama: Path, ahead: int) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    faults: dict[str, float] = {}
+    ids, other = prompt(6, 1), prompt(3, 2)
+    with vllm(llama, OPTIONS, random.Random(0), ahead=ahead, blocks=44, max_model_len=320, faults=faults) as one:
+        one.add("first", ids, 1)
+        forget_device(one)
+        faults["delay"] = 1.0
+        one.add("loaded", ids, 4)
+        one.add("running", other, 30)
+        for _ in range(4):
+            one.step()
+        faults["delay"] = 0.0
+        one.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        one.run()
+        assert one.scheduler.kv_holding_waiting
+        assert one.blocks_in_use() > 0
+        assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
+        assert one.blocks_in_use() == 0
+        one.scheduler.set_pause_state(PauseState.UNPAUSED)
+        one.run()
+        assert (one.outputs["loaded"], one.outputs["running"]) == (continuation(ids, 4), continuation(other, 30))
+        assert one.cached["loaded"] == 6 * BLOCK

@@ -95,6 +95,7 @@ class SchedulerConnector:
         self.saves_sessions = True
         """Whether sessions with streaming input are saved. With drafts, vLLM also counts accepted tokens after the end
         of a turn as computed, and takes their KV for that of the next turn's first tokens."""
+        self._manager: KVCacheManager | None = None
         self._provisional_tokens = 0
         """Number of a step's last tokens whose KV in draft layers the next step may compute again."""
         self._step = 0
@@ -105,10 +106,11 @@ class SchedulerConnector:
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """vLLM calls this once, when it has built its block pool."""
         self._saves.bind(pool)
-        vllm_patches.before_prefix_cache_reset(pool, self._saves.abandon)
+        vllm_patches.before_prefix_cache_reset(pool, self._make_way_for_reset)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """vLLM calls this once, when it has built its own prefix cache."""
+        self._manager = manager
         self._provisional_tokens = compat.provisional_tokens(manager)
         if self._groups.has_states and set(self._groups.kinds) <= {"full", "state", "ignored"}:
             self.completes_local_hits = vllm_patches.reconcile_local_hits(manager, self._completes)
@@ -150,12 +152,7 @@ class SchedulerConnector:
         vLLM may ask any number of times for the same request, so a call does nothing irrevocable.
         """
         state = self._state(request)
-        state.num_computed_tokens = num_computed_tokens
-        state.epoch = self._epoch
-        state.ran = False
-        state.unread_tokens = 0
-        if state.load_failed:
-            state.load_failed = False
+        if state.ask(num_computed_tokens, self._epoch):
             return None, False
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
@@ -298,8 +295,8 @@ class SchedulerConnector:
         self._single_flight.end(request_id)
         if not ok:
             self._counts.add("failed_loads")
-            if (state := self._requests.get(request_id)) is not None:
-                state.lookup_failed = state.load_failed = True
+        if (state := self._requests.get(request_id)) is not None:
+            state.load_ended(ok=ok)
         if plan is None:
             return
         if ok:
@@ -379,6 +376,12 @@ class SchedulerConnector:
         self._session.close()
 
     # Parts
+
+    def _make_way_for_reset(self) -> None:
+        """vLLM is about to reset its prefix cache, and refuses while blocks are in use, also those of waiting loads."""
+        self._saves.abandon()
+        if (manager := self._manager) is not None:
+            vllm_patches.free_loaded(manager, [one for one in self._requests.values() if one.is_loaded and not one.ran])
 
     def _end_transfer(self, transfer_id: int, ok: bool) -> None:
         try:
