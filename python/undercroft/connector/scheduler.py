@@ -96,11 +96,11 @@ class SchedulerConnector:
         """Whether sessions with streaming input are saved. With drafts, vLLM also counts accepted tokens after the end
         of a turn as computed, and takes their KV for that of the next turn's first tokens."""
         self._manager: KVCacheManager | None = None
+        self._requeues = vllm_patches.end_reservations()
+        """Whether a request without device blocks may wait behind others: vLLM then reserves no blocks for it."""
         self._provisional_tokens = 0
         """Number of a step's last tokens whose KV in draft layers the next step may compute again."""
-        self._step = 0
-        self._refused = 0
-        self._epoch = 0
+        self._step = self._refused = self._epoch = 0
         self._counts = counts
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
@@ -152,7 +152,7 @@ class SchedulerConnector:
         vLLM may ask any number of times for the same request, so a call does nothing irrevocable.
         """
         state = self._state(request)
-        if state.ask(num_computed_tokens, self._epoch):
+        if state.ask(num_computed_tokens, self._epoch) and self._requeues:
             return None, False
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
@@ -380,7 +380,7 @@ class SchedulerConnector:
     def _make_way_for_reset(self) -> None:
         """vLLM is about to reset its prefix cache, and refuses while blocks are in use, also those of waiting loads."""
         self._saves.abandon()
-        if (manager := self._manager) is not None:
+        if self._requeues and (manager := self._manager) is not None:
             vllm_patches.free_loaded(manager, [one for one in self._requests.values() if one.is_loaded and not one.ran])
 
     def _end_transfer(self, transfer_id: int, ok: bool) -> None:

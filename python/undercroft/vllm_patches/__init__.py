@@ -10,6 +10,7 @@ from undercroft.vllm_patches.configuration import check_configuration
 from undercroft.vllm_patches.connector import (
     after_prefix_cache_reset,
     before_prefix_cache_reset,
+    end_reservations,
     end_step_at,
     free_loaded,
     recompute_failed_loads,
@@ -33,6 +34,7 @@ __all__ = [
     "check_configuration",
     "count_ranks",
     "end_copies_before_sleep",
+    "end_reservations",
     "end_step_at",
     "exempt_requests",
     "free_loaded",

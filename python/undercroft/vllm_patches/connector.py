@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from undercroft.log import logger
-from undercroft.vllm_patches.checks import needs, takes
+from undercroft.vllm_patches.checks import needs, sets, takes
 from undercroft.vllm_patches.table import (
     ADAPTER_WEIGHTS,
     LOAD_FAILURE_POLICY,
     LOADED_REQUESTS,
     LOCAL_HITS,
     PREFIX_CACHE_RESET,
+    RESERVATIONS,
     SHARED_PREFIX,
     failed,
     guarded,
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     from undercroft.connector.request_state import RequestState
 
-_WAITING = frozenset({"WAITING_FOR_REMOTE_KVS", "WAITING", "PREEMPTED"})
-"""Statuses of a request whose load has ended and that has not run since."""
 _ADAPTER = "_undercroft_adapter"
 """Attribute of a request: the key of its adapter's weights. All blocks of the request use this one key."""
 
@@ -150,13 +149,35 @@ def after_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None]) 
     replace((block_pool, "reset_prefix_cache", wrap_after), again=True)
 
 
+@guarded(RESERVATIONS)
+def end_reservations() -> None:
+    """End vLLM's reservation of device blocks for each request that has lost its own, as vLLM does at a preemption."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    takes(Scheduler, "_update_waiting_for_remote_kv", "request")
+    sets(Scheduler, "_inflight_prefills")
+
+    def wrap(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def update_waiting_for_remote_kv(self: Any, request: Any) -> None:
+            original(self, request)
+            try:
+                if request.num_computed_tokens == 0:
+                    self._inflight_prefills.discard(request)
+            except Exception as error:  # vLLM goes on with the reservation.
+                failed(RESERVATIONS, error)
+
+        return update_waiting_for_remote_kv
+
+    replace((Scheduler, "_update_waiting_for_remote_kv", wrap))
+
+
 @guarded(LOADED_REQUESTS)
 def free_loaded(kv_cache_manager: KVCacheManager, loaded: Iterable[RequestState]) -> None:
     """Free the device blocks of requests that were loaded and have not run, unless others hold blocks too.
 
     vLLM then looks these requests up again, as after a failed load.
     """
-    waiting = [state for state in loaded if state.request.status.name in _WAITING]
+    waiting = [state for state in loaded if state.request.status.name == "WAITING_FOR_REMOTE_KVS"]
     if not waiting:
         return
     tables = [kv_cache_manager.get_block_ids(state.request.request_id) for state in waiting]
