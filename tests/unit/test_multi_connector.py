@@ -55,6 +55,32 @@ def test_what_another_connector_failed_to_load_is_dropped_and_saved_again(slow):
     assert world.connector.idle()
 
 
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_was_computed_from_blocks_that_another_connector_failed_to_load_is_dropped(slow):
+    """The tiers hold the failed blocks already, so the save copies only the blocks after them."""
+    world = World()
+    first = Request("first", tokens(2 * BLOCK))
+    world.prefill(first)
+    world.finish(first)
+    request = Request("r", tokens(3 * BLOCK + 1))
+    world.connector.on_new_request(request)
+    world.connector.get_num_new_matched_tokens(request, 0)
+    world.admit(request, external=0)
+    world.session.is_slow = slow
+    request.num_computed_tokens = 2 * BLOCK
+    meta = world.step([(request, BLOCK + 1)])
+    world.answer(meta, invalid_blocks=[world.tables["r"][0][1]])
+    request.num_computed_tokens = BLOCK
+    world.session.is_slow = False
+    if slow:
+        assert world.step().saves == []
+    assert len(world.session.host) == 2
+    world.answer(world.step([(request, 2 * BLOCK + 1)]))
+    assert len(world.session.host) == 3
+    world.finish(request)
+    assert world.connector.idle()
+
+
 def test_a_state_that_is_offered_does_not_say_that_the_request_has_run():
     world = World()
     request = Request("r", tokens(3 * BLOCK + 1))

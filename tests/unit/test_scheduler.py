@@ -280,6 +280,8 @@ def test_failed_load_is_remembered():
     meta = world.step()
     world.answer(meta, failed_loads={"b"})
     assert ("end_transfer", meta.loads[0].transfer_id, False) in world.session.calls
+    # After "later" vLLM queues the request among those that hold no device blocks.
+    assert world.connector.get_num_new_matched_tokens(request, 0) == (None, False)
     assert world.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert world.connector.get_num_new_matched_tokens(Request("c", [*prefix, 1]), 0)[0] == 4 * BLOCK
     assert world.counts.collect()["counters"]["failed_loads"] == 1
@@ -299,6 +301,7 @@ def test_load_that_cannot_begin_is_reported_by_the_workers():
     assert meta.loads == []
     world.answer(meta)
     assert not world.connector.has_pending_push_work()
+    assert world.connector.get_num_new_matched_tokens(request, 0) == (None, False)
     assert world.connector.get_num_new_matched_tokens(request, 0) == (0, False)
 
 

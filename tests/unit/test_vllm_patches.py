@@ -32,6 +32,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.request import RequestStatus
 from vllm.v1.worker.gpu_worker import Worker
 
 import undercroft
@@ -69,6 +70,7 @@ CLASS_PLACES: list[tuple[Any, str]] = [
     (CompletionRequest, "to_sampling_params"),
     (ChatCompletionRequest, "to_sampling_params"),
     (Scheduler, "_handle_failed_recving"),
+    (Scheduler, "_update_waiting_for_remote_kv"),
     (MultiConnector, "get_num_new_matched_tokens"),
     (kv_cache_utils, "_gen_lora_extra_hash_keys"),
     (EngineCore, "add_lora"),
@@ -149,6 +151,7 @@ def apply_all() -> None:
     vllm_patches.tell_adapters_apart(lambda _: "key", lambda _: None)
     vllm_patches.exempt_requests()
     vllm_patches.end_copies_before_sleep(lambda _: ())
+    vllm_patches.end_reservations()
 
 
 def is_patched(owner: Any, name: str) -> bool:
@@ -280,7 +283,9 @@ def test_objects_without_the_names_are_left_as_they_are() -> None:
     assert vllm_patches.before_prefix_cache_reset(SimpleNamespace(), lambda: None) is False  # type: ignore[arg-type]
     assert vllm_patches.after_prefix_cache_reset(SimpleNamespace(), lambda: None) is False  # type: ignore[arg-type]
     assert vllm_patches.end_step_at(SimpleNamespace(), 16) is False  # type: ignore[arg-type]
-    for name in ("LOAD_FAILURE_POLICY", "LOCAL_HITS", "PREFIX_CACHE_RESET", "SHARED_PREFIX"):
+    loaded: Any = SimpleNamespace(request=SimpleNamespace(request_id="r", status=RequestStatus.WAITING_FOR_REMOTE_KVS))
+    assert vllm_patches.free_loaded(SimpleNamespace(), [loaded]) is False  # type: ignore[arg-type]
+    for name in ("LOAD_FAILURE_POLICY", "LOADED_REQUESTS", "LOCAL_HITS", "PREFIX_CACHE_RESET", "SHARED_PREFIX"):
         assert "has other internals" in str(vllm_patches.problem(BY_NAME[name]))
 
 
@@ -467,6 +472,7 @@ def test_the_places_of_instances_exist() -> None:
     set_on_objects = {
         "KVTransferConfig.kv_load_failure_policy",
         "Request.shared_prefix_boundary",
+        "Request.num_computed_tokens",
         "Request._undercroft_adapter",
         "RequestState.__class__",
         "MultiConnector._undercroft_judge",

@@ -173,6 +173,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._report,
                 self._threshold.needed_tokens,
             )
+            self._scheduler.saves_sessions = self._vllm_config.speculative_config is None
             self._events = events_of(self._vllm_config, session, groups, self._kv_cache_config)
             self._explanations = Explanations(
                 session, config.log_requests, self._counts, is_served=engine.is_shared or bool(config.server)

@@ -48,6 +48,12 @@ class RequestState:
     """The request's number of preemptions when its answer was last counted: each preemption's answer counts once."""
     lookup_failed: bool = False
     """Whether a load failed or a lookup was given up: from then on the request computes its prompt."""
+    is_loaded: bool = False
+    """Whether a load of the request has ended and the scheduler has not asked since."""
+    lost_blocks: bool = False
+    """Whether the request has lost its device blocks, by a failed load or a reset, and the scheduler has not asked
+    since. The next answer is "later": vLLM then takes the request out of the queue of requests that hold blocks. In
+    this queue it could wait for ever for the blocks of the requests behind it."""
     saved_hashes: int = 0
     """Number of the engine's blocks for which slots have been requested."""
     saved_tokens: int = 0
@@ -70,3 +76,26 @@ class RequestState:
     """First step in which the save may be retried."""
     epoch: int = 0
     """Number of the last cache reset before the blocks on the device were computed."""
+
+    def ask(self, num_computed_tokens: int, epoch: int) -> bool:
+        """The scheduler asks. Returns whether the request has lost its device blocks since the last question."""
+        self.num_computed_tokens = num_computed_tokens
+        self.epoch = epoch
+        self.ran = self.is_loaded = False
+        self.unread_tokens = 0
+        lost, self.lost_blocks = self.lost_blocks, False
+        return lost
+
+    def load_ended(self, *, ok: bool) -> None:
+        """A load of the request has ended."""
+        self.is_loaded = ok
+        self.lookup_failed |= not ok
+        self.lost_blocks |= not ok
+
+    def outcome(self, gain: int) -> str:
+        """The outcome as which an answered lookup is counted. ``gain``: the tokens that can be loaded."""
+        if self.timed_out:
+            return "timed_out"
+        if gain:
+            return "disk" if self.deferred else "host"
+        return "miss" if self.load_wait_since is None else "device"

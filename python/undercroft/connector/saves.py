@@ -41,6 +41,8 @@ class _Save:
     """A save that workers copy."""
 
     pinned: list[KVCacheBlock]
+    tables: Sequence[Sequence[int]]
+    """The device blocks of the request, also those that are not copied: the KV of later blocks depends on them."""
     deadline: float
     """End of the time for the copy (seconds of a monotonic clock)."""
     last_step: int
@@ -261,7 +263,9 @@ class Saves:
                 if copies and self._is_held(copies, save):
                     deadline = time.monotonic() + SAVE_TIMEOUT_S
                     pinned = self._pin(_blocks(copies))
-                    self._saves[grant.transfer_id] = _Save(pinned, deadline, self._step + SAVE_TIMEOUT_STEPS)
+                    self._saves[grant.transfer_id] = _Save(
+                        pinned, save.tables, deadline, self._step + SAVE_TIMEOUT_STEPS
+                    )
                 else:
                     # No block needs a copy, or the engine wants device blocks without a reference: these are retried.
                     refused = refused or bool(copies)
@@ -321,11 +325,15 @@ class Saves:
         return ended
 
     def invalidate(self, block_ids: set[int]) -> None:
-        """Drop the saves that copy these device blocks: the blocks do not hold the tokens that undercroft assumed."""
+        """Drop the saves of requests with these device blocks, which do not hold the tokens that undercroft assumed.
+
+        A save may copy none of these blocks, because the tiers hold other copies of them. The KV of the blocks that it
+        copies was computed from them all the same.
+        """
         for save in self._saves.values():
-            save.failed |= any(block.block_id in block_ids for block in save.pinned)
+            save.failed |= any(not block_ids.isdisjoint(table) for table in save.tables)
         for pending in self._pending.values():
-            pending.abandoned |= any(block.block_id in block_ids for block in pending.pinned or ())
+            pending.abandoned |= any(not block_ids.isdisjoint(table) for table in pending.tables)
 
     def abandon(self) -> None:
         """Release all device blocks at once. Running saves are dropped when the workers acknowledge them."""

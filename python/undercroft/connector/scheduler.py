@@ -92,20 +92,25 @@ class SchedulerConnector:
         """Whether vLLM may offer a local hit without states: a load then brings the state at its own boundary."""
         self.has_siblings = False
         """Whether other connectors may bring the tokens that a request needs."""
+        self.saves_sessions = True
+        """Whether sessions with streaming input are saved. With drafts, vLLM also counts accepted tokens after the end
+        of a turn as computed, and takes their KV for that of the next turn's first tokens."""
+        self._manager: KVCacheManager | None = None
+        self._requeues = vllm_patches.end_reservations()
+        """Whether a request without device blocks may wait behind others: vLLM then reserves no blocks for it."""
         self._provisional_tokens = 0
         """Number of a step's last tokens whose KV in draft layers the next step may compute again."""
-        self._step = 0
-        self._refused = 0
-        self._epoch = 0
+        self._step = self._refused = self._epoch = 0
         self._counts = counts
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """vLLM calls this once, when it has built its block pool."""
         self._saves.bind(pool)
-        vllm_patches.before_prefix_cache_reset(pool, self._saves.abandon)
+        vllm_patches.before_prefix_cache_reset(pool, self._make_way_for_reset)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """vLLM calls this once, when it has built its own prefix cache."""
+        self._manager = manager
         self._provisional_tokens = compat.provisional_tokens(manager)
         if self._groups.has_states and set(self._groups.kinds) <= {"full", "state", "ignored"}:
             self.completes_local_hits = vllm_patches.reconcile_local_hits(manager, self._completes)
@@ -147,10 +152,8 @@ class SchedulerConnector:
         vLLM may ask any number of times for the same request, so a call does nothing irrevocable.
         """
         state = self._state(request)
-        state.num_computed_tokens = num_computed_tokens
-        state.epoch = self._epoch
-        state.ran = False
-        state.unread_tokens = 0
+        if state.ask(num_computed_tokens, self._epoch) and self._requeues:
+            return None, False
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
         if self.has_siblings and request_params.is_brought(request.kv_transfer_params):
@@ -175,7 +178,7 @@ class SchedulerConnector:
             return None, False
         if state.counted_for != request.num_preemptions and not state.lookup_failed:
             state.counted_for = request.num_preemptions
-            self._counts.lookup(time.perf_counter() - state.asked_at, self._outcome(state, gain), state.deferred)
+            self._counts.lookup(time.perf_counter() - state.asked_at, state.outcome(gain), state.deferred)
         state.asked_at = state.load_wait_since = None
         state.deferred = state.timed_out = False
         return gain, gain > 0
@@ -292,8 +295,8 @@ class SchedulerConnector:
         self._single_flight.end(request_id)
         if not ok:
             self._counts.add("failed_loads")
-            if (state := self._requests.get(request_id)) is not None:
-                state.lookup_failed = True
+        if (state := self._requests.get(request_id)) is not None:
+            state.load_ended(ok=ok)
         if plan is None:
             return
         if ok:
@@ -373,6 +376,12 @@ class SchedulerConnector:
         self._session.close()
 
     # Parts
+
+    def _make_way_for_reset(self) -> None:
+        """vLLM is about to reset its prefix cache, and refuses while blocks are in use, also those of waiting loads."""
+        self._saves.abandon()
+        if self._requeues and (manager := self._manager) is not None:
+            vllm_patches.free_loaded(manager, [one for one in self._requests.values() if one.is_loaded and not one.ran])
 
     def _end_transfer(self, transfer_id: int, ok: bool) -> None:
         try:
@@ -467,14 +476,6 @@ class SchedulerConnector:
             state.load_wait_since = now
         return now - state.load_wait_since < LOAD_WAIT_S
 
-    def _outcome(self, state: RequestState, gain: int) -> str:
-        """The outcome as which an answered lookup is counted."""
-        if state.timed_out:
-            return "timed_out"
-        if gain:
-            return "disk" if state.deferred else "host"
-        return "miss" if state.load_wait_since is None else "device"
-
     def _give_up(self, state: RequestState) -> int:
         state.lookup_failed = True
         self._counts.add("lookups_timed_out")
@@ -541,6 +542,8 @@ class SchedulerConnector:
 
         Tokens of rejected drafts are beyond ``num_tokens``. Hashes that include later tokens appear late.
         """
+        if request.resumable and not self.saves_sessions:
+            return 0
         tokens: int = max(0, min(computed_tokens - self._provisional_tokens, request.num_tokens))
         if self._config.save == "prompt":
             tokens = min(tokens, request.num_prompt_tokens)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from undercroft.log import logger
-from undercroft.vllm_patches.checks import needs, takes
+from undercroft.vllm_patches.checks import needs, sets, takes
 from undercroft.vllm_patches.table import (
     ADAPTER_WEIGHTS,
     LOAD_FAILURE_POLICY,
+    LOADED_REQUESTS,
     LOCAL_HITS,
     PREFIX_CACHE_RESET,
+    RESERVATIONS,
     SHARED_PREFIX,
     failed,
     guarded,
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
+
+    from undercroft.connector.request_state import RequestState
 
 _ADAPTER = "_undercroft_adapter"
 """Attribute of a request: the key of its adapter's weights. All blocks of the request use this one key."""
@@ -143,6 +147,49 @@ def after_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None]) 
         return reset_prefix_cache
 
     replace((block_pool, "reset_prefix_cache", wrap_after), again=True)
+
+
+@guarded(RESERVATIONS)
+def end_reservations() -> None:
+    """End vLLM's reservation of device blocks for each request that has lost its own, as vLLM does at a preemption."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    takes(Scheduler, "_update_waiting_for_remote_kv", "request")
+    sets(Scheduler, "_inflight_prefills")
+
+    def wrap(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def update_waiting_for_remote_kv(self: Any, request: Any) -> None:
+            original(self, request)
+            try:
+                if request.num_computed_tokens == 0:
+                    self._inflight_prefills.discard(request)
+            except Exception as error:  # vLLM goes on with the reservation.
+                failed(RESERVATIONS, error)
+
+        return update_waiting_for_remote_kv
+
+    replace((Scheduler, "_update_waiting_for_remote_kv", wrap))
+
+
+@guarded(LOADED_REQUESTS)
+def free_loaded(kv_cache_manager: KVCacheManager, loaded: Iterable[RequestState]) -> None:
+    """Free the device blocks of requests that were loaded and have not run, unless others hold blocks too.
+
+    vLLM then looks these requests up again, as after a failed load.
+    """
+    waiting = [state for state in loaded if state.request.status.name == "WAITING_FOR_REMOTE_KVS"]
+    if not waiting:
+        return
+    tables = [kv_cache_manager.get_block_ids(state.request.request_id) for state in waiting]
+    pool = kv_cache_manager.block_pool
+    held = {block for groups in tables for table in groups for block in table} - {pool.null_block.block_id}
+    if pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() != len(held):
+        # vLLM refuses the reset in any case.
+        return
+    for state in waiting:
+        state.is_loaded, state.lost_blocks = False, True
+        state.request.num_computed_tokens = 0
+        kv_cache_manager.free(state.request)
 
 
 @guarded(SHARED_PREFIX)

@@ -124,6 +124,25 @@ PREFIX_CACHE_RESET = Patch(
     "0.31 to 0.33",
     "A reset of vLLM's prefix cache is refused while saves are running, and routers forget the tiers with it.",
 )
+RESERVATIONS = Patch(
+    "reservations",
+    ("Scheduler._update_waiting_for_remote_kv",),
+    "the class, in processes with a scheduler of undercroft",
+    "vLLM keeps blocks reserved for a request whose load failed, although the request waits without blocks, and may "
+    "then never admit another load. It also leaves the request among those that hold blocks, in front of them. The "
+    "wrapper ends the reservation.",
+    "0.31 to 0.33",
+    "With windows and little free device memory, a failed load can stop all requests.",
+)
+LOADED_REQUESTS = Patch(
+    "loaded_requests",
+    ("Request.num_computed_tokens",),
+    "requests that were loaded and have not run, where they alone hold device blocks",
+    "vLLM refuses a reset of its prefix cache while such a request holds blocks; without the load it would hold none. "
+    "undercroft frees the blocks, and vLLM looks the request up again.",
+    "0.31 to 0.33",
+    "A reset is refused, and a pause that clears the caches fails, while such a request waits.",
+)
 WEIGHT_CHANGES = Patch(
     "weight_changes",
     ("Scheduler.reset_prefix_cache", "EngineCore.sleep", "EngineCore.collective_rpc"),
@@ -177,6 +196,8 @@ PATCHES = (
     ADAPTER_WEIGHTS,
     LOCAL_HITS,
     PREFIX_CACHE_RESET,
+    RESERVATIONS,
+    LOADED_REQUESTS,
     WEIGHT_CHANGES,
     WORKER_SLEEP,
     RANKS,

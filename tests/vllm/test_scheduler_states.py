@@ -1,0 +1,109 @@
+"""States that vLLM's scheduler reaches rarely, with the scheduler itself over a modelled model."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from modelled_vllm import BLOCK, Vllm, continuation, vllm
+
+pytestmark = pytest.mark.vllm
+
+OPTIONS = {"host_memory": "16MiB", "promotion_wait": "complete", "min_load_tokens": 1}
+
+
+def prompt(blocks: int, seed: int) -> list[int]:
+    """A prompt of whole blocks and some tokens."""
+    return [random.Random(seed).randrange(50) for _ in range(blocks * BLOCK)] + [1, 2, 3]
+
+
+def forget_device(one: Vllm) -> None:
+    """Empty the device's own cache."""
+    one.run()
+    assert one.scheduler.reset_prefix_cache()
+
+
+def test_a_failed_load_stops_no_request_that_waits_behind_it(llama: Path) -> None:
+    """Without its load a prompt needs more blocks of the windows, and another loaded prompt holds these."""
+    faults: dict[str, float] = {}
+    chance = random.Random(0)
+    first, second = prompt(18, 1), prompt(9, 2)
+    with vllm(
+        llama, OPTIONS, chance, kinds="wf", blocks=44, max_model_len=320, max_num_batched_tokens=256, faults=faults
+    ) as one:
+        for name, ids in (("a", first), ("b", second)):
+            one.add(name, ids, 1)
+            forget_device(one)
+        faults["delay"] = 1.0
+        one.add("first", first, 4)
+        one.add("second", second, 4)
+        one.step()
+        assert len(one.scheduler.kv_holding_waiting) == 2
+        # Jobs run in order: only the first load fails.
+        faults.update(delay=0.0, load=1.0)
+        [copier] = [worker._worker._copier for worker in one.workers]
+        kept, copier._waiting = copier._waiting.pop(), copier._waiting
+        one.step()
+        faults["load"] = 0.0
+        copier._waiting.append(kept)
+        one.run(limit=100)
+        assert one.outputs["first"] == continuation(first, 4)
+        assert one.outputs["second"] == continuation(second, 4)
+        assert (one.cached["first"], one.cached["second"]) == (0, 9 * BLOCK)
+
+
+class Accepted(random.Random):
+    """All drafts are right."""
+
+    def randint(self, a: int, b: int) -> int:
+        return b
+
+
+def test_a_session_with_streaming_input_leaves_no_kv_of_drafts(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes the KV of drafts after the end of a turn for that of the next turn's first tokens."""
+    first, second = prompt(2, 1), prompt(4, 2)
+    with vllm(llama, OPTIONS, Accepted(0), drafts=3, max_model_len=320) as one:
+        with monkeypatch.context() as unchecked:
+            unchecked.setattr(one, "_check", lambda *args: None)
+            session = one.add("session", first, 3, resumable=True)
+            while len(one.outputs["session"]) < 3:
+                one.step()
+            assert session.num_computed_tokens > session.num_tokens, "vLLM has mended it: save sessions again"
+            one.add("session", second, 1, resumable=True)
+            while len(one.outputs["session"]) < 4:
+                one.step()
+            tokens = list(session.all_token_ids)
+            one.add("session", [0], 1)
+            forget_device(one)
+        one.add("same", tokens, 4)
+        one.run()
+        assert one.outputs["same"] == continuation(tokens, 4)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_pause_may_clear_the_caches_while_a_loaded_request_waits(llama: Path, ahead: int) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    faults: dict[str, float] = {}
+    ids, other = prompt(6, 1), prompt(3, 2)
+    with vllm(llama, OPTIONS, random.Random(0), ahead=ahead, blocks=44, max_model_len=320, faults=faults) as one:
+        one.add("first", ids, 1)
+        forget_device(one)
+        faults["delay"] = 1.0
+        one.add("loaded", ids, 4)
+        one.add("running", other, 30)
+        for _ in range(4):
+            one.step()
+        faults["delay"] = 0.0
+        one.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        one.run()
+        assert one.scheduler.kv_holding_waiting
+        assert one.blocks_in_use() > 0
+        assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
+        assert one.blocks_in_use() == 0
+        one.scheduler.set_pause_state(PauseState.UNPAUSED)
+        one.run()
+        assert (one.outputs["loaded"], one.outputs["running"]) == (continuation(ids, 4), continuation(other, 30))
+        assert one.cached["loaded"] == 6 * BLOCK
