@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{
-    AtFlags, CWD, Dir, FileType, Mode, OFlags, RenameFlags, Stat, Timespec, Timestamps, UTIME_NOW,
-    UTIME_OMIT,
+    Advice, AtFlags, CWD, Dir, FileType, Mode, OFlags, RenameFlags, Stat, Timespec, Timestamps,
+    UTIME_NOW, UTIME_OMIT,
 };
 use rustix::io::Errno;
 use undercroft_core::remote::RemoteError;
@@ -116,6 +116,12 @@ impl DirectoryStore {
         }
         error.detail = format!("{}: {}", self.path.display(), error.detail);
         error
+    }
+
+    fn read_only(&self, path: &str) -> Result<OwnedFd> {
+        let (parent, name) = self.parent(path, false)?;
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        rustix::fs::openat(&parent, name, flags, Mode::empty()).map_err(os_error)
     }
 
     fn temporary(&self) -> String {
@@ -284,9 +290,7 @@ impl Objects for DirectoryStore {
     }
 
     fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()> {
-        let (parent, name) = self.parent(path, false)?;
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        let file = rustix::fs::openat(&parent, name, flags, Mode::empty()).map_err(os_error)?;
+        let file = self.read_only(path)?;
         let found = rustix::fs::fstat(&file).map_err(os_error)?;
         if !is_file(&found) {
             return Err(StoreError::new(RemoteError::Corrupt, "not a regular file"));
@@ -301,6 +305,15 @@ impl Objects for DirectoryStore {
             let _ = rustix::fs::futimens(&file, &times);
         }
         Ok(())
+    }
+
+    fn uncache(&self, paths: &[String]) {
+        for path in paths {
+            // The next read of a missing object reports it.
+            if let Ok(file) = self.read_only(path) {
+                let _ = rustix::fs::fadvise(&file, 0, None, Advice::DontNeed);
+            }
+        }
     }
 
     fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {

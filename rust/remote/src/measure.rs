@@ -194,7 +194,10 @@ impl<'a> Samples<'a> {
         // In turns, since other work on the machine changes.
         let (mut bares, mut gets) = (Vec::new(), Vec::new());
         for _ in 0..ROUNDS {
+            // Objects of other hosts are not in this host's page cache.
+            self.objects.uncache(&self.paths());
             bares.push(timed(|| self.read_bare())?);
+            self.objects.uncache(&self.paths());
             gets.push(timed(|| self.read(&mut pool, &bell))?);
         }
         let (bare, get) = (middle(bares), middle(gets));

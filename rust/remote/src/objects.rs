@@ -108,6 +108,9 @@ pub trait Objects: Send + Sync + std::fmt::Debug {
     /// If there is no such object, the receiver refuses it, or the store fails.
     fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()>;
 
+    /// Asks this host's system to drop the objects from its own memory, so that the next reads come from the store.
+    fn uncache(&self, _paths: &[String]) {}
+
     /// Writes an object, which is never visible in part. Returns whether it was written: with `if_absent`, an existing
     /// object is kept, if the store supports this.
     ///

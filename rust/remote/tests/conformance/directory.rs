@@ -3,12 +3,17 @@
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, SystemTime};
 
 use undercroft_core::remote::{RemoteDone, RemoteError};
+use undercroft_remote::measure::measure;
 use undercroft_remote::{Body, Health, Location, Objects, Options};
 
 use crate::rig::{Rig, Segment, options, reads_only};
+
+/// Type of a file system in memory (statfs(2)).
+const TMPFS: rustix::fs::FsWord = 0x0102_1994;
 
 fn store(path: &Path, ttl: u64) -> Arc<dyn Objects> {
     let location = Location::parse(&format!("file://{}", path.display())).unwrap();
@@ -105,6 +110,35 @@ fn a_directory_whose_file_system_is_not_mounted_is_unreachable_and_not_made() {
         last.to_string().contains(&path.display().to_string()),
         "{last}"
     );
+}
+
+/// Bytes that this process has caused storage to be read, not from the page cache.
+fn read_from_storage() -> u64 {
+    let counters = std::fs::read_to_string("/proc/self/io").unwrap();
+    let line = counters
+        .lines()
+        .find_map(|one| one.strip_prefix("read_bytes: "));
+    line.unwrap().parse().unwrap()
+}
+
+#[test]
+fn measured_reads_are_not_from_the_page_cache() {
+    let place = tempfile::tempdir().unwrap();
+    if rustix::fs::statfs(place.path()).unwrap().f_type == TMPFS {
+        return; // The files are nowhere else.
+    }
+    let before = read_from_storage();
+    let (size, total) = (1 << 20, 4 << 20);
+    let measured = measure(
+        &store(place.path(), 60),
+        &[size],
+        total,
+        &AtomicBool::new(false),
+        |_| {},
+    );
+    assert_eq!(measured.unwrap().advised_bytes, size);
+    // Three times bare and three times like the engine.
+    assert!(read_from_storage() - before >= 6 * total);
 }
 
 fn age(path: &Path) -> Duration {
