@@ -284,7 +284,7 @@ def test_objects_without_the_names_are_left_as_they_are() -> None:
     assert vllm_patches.after_prefix_cache_reset(SimpleNamespace(), lambda: None) is False  # type: ignore[arg-type]
     assert vllm_patches.end_step_at(SimpleNamespace(), 16) is False  # type: ignore[arg-type]
     loaded: Any = SimpleNamespace(request=SimpleNamespace(request_id="r", status=RequestStatus.WAITING_FOR_REMOTE_KVS))
-    assert vllm_patches.free_loaded(SimpleNamespace(), [loaded]) is False  # type: ignore[arg-type]
+    assert vllm_patches.free_loaded(SimpleNamespace(), [loaded], alone=True) is False  # type: ignore[arg-type]
     for name in ("LOAD_FAILURE_POLICY", "LOADED_REQUESTS", "LOCAL_HITS", "PREFIX_CACHE_RESET", "SHARED_PREFIX"):
         assert "has other internals" in str(vllm_patches.problem(BY_NAME[name]))
 

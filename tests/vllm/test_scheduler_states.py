@@ -107,3 +107,81 @@ def test_a_pause_may_clear_the_caches_while_a_loaded_request_waits(llama: Path, 
         one.run()
         assert (one.outputs["loaded"], one.outputs["running"]) == (continuation(ids, 4), continuation(other, 30))
         assert one.cached["loaded"] == 6 * BLOCK
+
+
+def pause_and_clear(one: Vllm) -> None:
+    """Pause, clear the device's cache, and go on."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    one.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    one.run()
+    assert one.blocks_in_use() > 0
+    assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert one.blocks_in_use() == 0
+    one.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def test_a_pause_may_clear_the_caches_after_a_failed_load(llama: Path) -> None:
+    """vLLM frees the blocks of a failed load only when it schedules the request again."""
+    faults: dict[str, float] = {}
+    ids = prompt(6, 1)
+    with vllm(llama, OPTIONS, random.Random(0), blocks=44, max_model_len=320, faults=faults) as one:
+        one.add("first", ids, 1)
+        forget_device(one)
+        faults["load"] = 1.0
+        one.add("loaded", ids, 4)
+        one.step()
+        faults["load"] = 0.0
+        pause_and_clear(one)
+        one.run()
+        assert one.outputs["loaded"] == continuation(ids, 4)
+
+
+def test_a_pause_may_clear_the_caches_while_a_loaded_request_waits_for_more_blocks(llama: Path) -> None:
+    """No reservation of vLLM for it is left: otherwise its next load could wait for room that is reserved for it."""
+    faults: dict[str, float] = {}
+    ids, other = prompt(16, 1), prompt(1, 2)
+    with vllm(llama, OPTIONS, random.Random(0), blocks=24, max_model_len=320, faults=faults) as one:
+        one.add("first", ids, 1)
+        forget_device(one)
+        faults["delay"] = 1.0
+        one.add("running", other, 120)
+        one.step()
+        one.add("loaded", ids, 4)
+        request = one.scheduler.requests["loaded"]
+        while one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
+            one.step()
+        faults["delay"] = 0.0
+        while request.status.name != "WAITING":
+            one.step()
+        assert one.scheduler.kv_holding_waiting
+        pause_and_clear(one)
+        one.run(limit=500)
+        assert (one.outputs["loaded"], one.outputs["running"]) == (continuation(ids, 4), continuation(other, 120))
+        assert one.cached["loaded"] == 16 * BLOCK
+
+
+def test_a_loaded_request_does_not_stop_a_session_with_streaming_input(llama: Path) -> None:
+    """vLLM takes requests that hold blocks in their order, and the first one waits for blocks of the next one."""
+    faults: dict[str, float] = {}
+    ids, other = prompt(9, 1), prompt(6, 2)
+    with vllm(llama, OPTIONS, random.Random(0), blocks=24, max_model_len=320, faults=faults) as one:
+        one.add("first", ids, 1)
+        forget_device(one)
+        one.add("session", other, 1, resumable=True)
+        while one.outputs["session"] != continuation(other, 1):
+            one.step()
+        faults["delay"] = 1.0
+        one.add("loaded", ids, 4)
+        one.step()
+        # Without the loaded blocks there is room.
+        more = prompt(10, 3)
+        one.add("session", more, 1, resumable=True)
+        faults["delay"] = 0.0
+        for _ in range(100):
+            one.step()
+        tokens = [*other, *more]
+        assert one.outputs["session"] == continuation(other, 1) + continuation(tokens, 1)
+        one.add("session", [0], 1)
+        one.run()
+        assert one.outputs["loaded"] == continuation(ids, 4)

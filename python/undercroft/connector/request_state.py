@@ -88,7 +88,7 @@ class RequestState:
 
     def load_ended(self, *, ok: bool) -> None:
         """A load of the request has ended."""
-        self.is_loaded = ok
+        self.is_loaded = True
         self.lookup_failed |= not ok
         self.lost_blocks |= not ok
 

@@ -19,6 +19,7 @@ from undercroft.connector.saves import Saves
 from undercroft.connector.single_flight import SingleFlight
 from undercroft.connector.steps import Steps
 from undercroft.connector.tails import Tails
+from undercroft.connector.waiting_loads import WaitingLoads
 from undercroft.log import LogOnce, logger
 
 if TYPE_CHECKING:
@@ -95,9 +96,7 @@ class SchedulerConnector:
         self.saves_sessions = True
         """Whether sessions with streaming input are saved. With drafts, vLLM also counts accepted tokens after the end
         of a turn as computed, and takes their KV for that of the next turn's first tokens."""
-        self._manager: KVCacheManager | None = None
-        self._requeues = vllm_patches.end_reservations()
-        """Whether a request without device blocks may wait behind others: vLLM then reserves no blocks for it."""
+        self._waiting_loads = WaitingLoads(self._requests)
         self._provisional_tokens = 0
         """Number of a step's last tokens whose KV in draft layers the next step may compute again."""
         self._step = self._refused = self._epoch = 0
@@ -106,11 +105,13 @@ class SchedulerConnector:
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """vLLM calls this once, when it has built its block pool."""
         self._saves.bind(pool)
-        vllm_patches.before_prefix_cache_reset(pool, self._make_way_for_reset)
+        # The last one acts first: when the saves have released their blocks, only requests hold blocks.
+        vllm_patches.before_prefix_cache_reset(pool, self._waiting_loads.make_way_for_reset)
+        vllm_patches.before_prefix_cache_reset(pool, self._saves.abandon)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """vLLM calls this once, when it has built its own prefix cache."""
-        self._manager = manager
+        self._waiting_loads.bind(manager)
         self._provisional_tokens = compat.provisional_tokens(manager)
         if self._groups.has_states and set(self._groups.kinds) <= {"full", "state", "ignored"}:
             self.completes_local_hits = vllm_patches.reconcile_local_hits(manager, self._completes)
@@ -152,7 +153,7 @@ class SchedulerConnector:
         vLLM may ask any number of times for the same request, so a call does nothing irrevocable.
         """
         state = self._state(request)
-        if state.ask(num_computed_tokens, self._epoch) and self._requeues:
+        if state.ask(num_computed_tokens, self._epoch) and self._waiting_loads.may_requeue:
             return None, False
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
@@ -250,6 +251,8 @@ class SchedulerConnector:
             self.steps.scheduled(scheduler_output.num_scheduled_tokens)
             self._hand_over(self._saves.poll(), metadata)
             self._collect_saves(scheduler_output, metadata)
+            runs = bool(scheduler_output.num_scheduled_tokens)
+            self._waiting_loads.after_schedule(runs=runs, transfers=self.has_pending_push_work())
         except Exception as error:
             self._report("build_connector_meta", error)
         return metadata
@@ -260,9 +263,11 @@ class SchedulerConnector:
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in {**scheduled, **states_of}:
             state = self._requests.get(request_id)
-            if state is None or state.epoch != self._epoch:
+            if state is None:
                 continue
             state.ran |= request_id in scheduled
+            if state.epoch != self._epoch:
+                continue
             states = [BoundaryState(*state) for state in states_of.get(request_id, ())]
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
             num_hashes = self.complete_hashes(state.request, computed)
@@ -376,12 +381,6 @@ class SchedulerConnector:
         self._session.close()
 
     # Parts
-
-    def _make_way_for_reset(self) -> None:
-        """vLLM is about to reset its prefix cache, and refuses while blocks are in use, also those of waiting loads."""
-        self._saves.abandon()
-        if self._requeues and (manager := self._manager) is not None:
-            vllm_patches.free_loaded(manager, [one for one in self._requests.values() if one.is_loaded and not one.ran])
 
     def _end_transfer(self, transfer_id: int, ok: bool) -> None:
         try:

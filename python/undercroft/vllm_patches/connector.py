@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 _ADAPTER = "_undercroft_adapter"
 """Attribute of a request: the key of its adapter's weights. All blocks of the request use this one key."""
+_RESERVATIONS = "_undercroft_reservations"
+"""Attribute of a request: vLLM's set of all requests for which it reserves blocks."""
+_WAITING = ("WAITING_FOR_REMOTE_KVS", "WAITING", "PREEMPTED")
+"""States of a request that may hold the blocks of a load and has not run since."""
 
 
 @guarded(LOAD_FAILURE_POLICY)
@@ -161,8 +165,9 @@ def end_reservations() -> None:
         def update_waiting_for_remote_kv(self: Any, request: Any) -> None:
             original(self, request)
             try:
+                setattr(request, _RESERVATIONS, self._inflight_prefills)
                 if request.num_computed_tokens == 0:
-                    self._inflight_prefills.discard(request)
+                    _end_reservation(request)
             except Exception as error:  # vLLM goes on with the reservation.
                 failed(RESERVATIONS, error)
 
@@ -171,24 +176,29 @@ def end_reservations() -> None:
     replace((Scheduler, "_update_waiting_for_remote_kv", wrap))
 
 
-@guarded(LOADED_REQUESTS)
-def free_loaded(kv_cache_manager: KVCacheManager, loaded: Iterable[RequestState]) -> None:
-    """Free the device blocks of requests that were loaded and have not run, unless others hold blocks too.
+def _end_reservation(request: Any) -> None:
+    getattr(request, _RESERVATIONS, set()).discard(request)
 
-    vLLM then looks these requests up again, as after a failed load.
+
+@guarded(LOADED_REQUESTS)
+def free_loaded(kv_cache_manager: KVCacheManager, loaded: Iterable[RequestState], *, alone: bool) -> None:
+    """Free the device blocks of requests that wait after a load, successful or not, and have not run.
+
+    vLLM then looks these requests up again, as after a failed load. ``alone``: do nothing if others hold blocks too.
     """
-    waiting = [state for state in loaded if state.request.status.name == "WAITING_FOR_REMOTE_KVS"]
+    waiting = [state for state in loaded if state.request.status.name in _WAITING]
     if not waiting:
         return
     tables = [kv_cache_manager.get_block_ids(state.request.request_id) for state in waiting]
     pool = kv_cache_manager.block_pool
     held = {block for groups in tables for table in groups for block in table} - {pool.null_block.block_id}
-    if pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() != len(held):
+    if alone and pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() != len(held):
         # vLLM refuses the reset in any case.
         return
     for state in waiting:
         state.is_loaded, state.lost_blocks = False, True
         state.request.num_computed_tokens = 0
+        _end_reservation(state.request)
         kv_cache_manager.free(state.request)
 
 

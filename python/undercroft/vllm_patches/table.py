@@ -137,11 +137,13 @@ RESERVATIONS = Patch(
 LOADED_REQUESTS = Patch(
     "loaded_requests",
     ("Request.num_computed_tokens",),
-    "requests that were loaded and have not run, where they alone hold device blocks",
+    "requests that wait after a load and have not run, where they alone hold device blocks or no step runs a token",
     "vLLM refuses a reset of its prefix cache while such a request holds blocks; without the load it would hold none. "
-    "undercroft frees the blocks, and vLLM looks the request up again.",
+    "A session with streaming input in front of it may wait for these blocks. undercroft frees the blocks, and vLLM "
+    "looks the request up again.",
     "0.31 to 0.33",
-    "A reset is refused, and a pause that clears the caches fails, while such a request waits.",
+    "A reset is refused, and a pause that clears the caches fails, while such a request waits. With little free device "
+    "memory, sessions with streaming input and loads can stop all requests.",
 )
 WEIGHT_CHANGES = Patch(
     "weight_changes",
