@@ -71,6 +71,7 @@ CLASS_PLACES: list[tuple[Any, str]] = [
     (ChatCompletionRequest, "to_sampling_params"),
     (Scheduler, "_handle_failed_recving"),
     (Scheduler, "_update_waiting_for_remote_kv"),
+    (Scheduler, "_preempt_request"),
     (MultiConnector, "get_num_new_matched_tokens"),
     (kv_cache_utils, "_gen_lora_extra_hash_keys"),
     (EngineCore, "add_lora"),
@@ -152,6 +153,7 @@ def apply_all() -> None:
     vllm_patches.exempt_requests()
     vllm_patches.end_copies_before_sleep(lambda _: ())
     vllm_patches.end_reservations()
+    vllm_patches.evict_uncomputed()
 
 
 def is_patched(owner: Any, name: str) -> bool:

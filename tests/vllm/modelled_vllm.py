@@ -123,7 +123,8 @@ class Vllm:
 
     scheduler: Any
     workers: list[Any]
-    pages: list[dict[str, torch.Tensor]]
+    pages: list[dict[str, list[torch.Tensor]]]
+    """For each rank, the parts of each layer's cache, as (block, 0, slot, value)."""
     kv_cache_config: Any
     hasher: Any
     chance: random.Random
@@ -282,8 +283,8 @@ class Vllm:
     def _groups(self) -> Iterator[tuple[int, Any, torch.Tensor, int]]:
         for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
             for pages in self.pages:
-                for salt, layer in enumerate(group.layer_names):
-                    yield index, group.kv_cache_spec, pages[layer], salt
+                parts = [part for layer in group.layer_names for part in pages[layer]]
+                yield from ((index, group.kv_cache_spec, part, salt) for salt, part in enumerate(parts))
 
     def _check(self, name: str, kv: Sequence[int], tables: tuple[list[int], ...]) -> None:
         for index, spec, pages, salt in self._groups():
@@ -297,8 +298,9 @@ class Vllm:
 
     def _write(self, begin: int, kv: Sequence[int], tables: tuple[list[int], ...]) -> None:
         for index, spec, pages, salt in self._groups():
-            blocks, slots = _places(spec, begin, len(kv), tables[index])
-            pages[blocks, 0, slots, 0] = torch.tensor(kv[begin:], dtype=torch.int64) + salt
+            first = len(kv) - 1 if _is_state(spec) else begin
+            blocks, slots = _places(spec, first, len(kv), tables[index])
+            pages[blocks, 0, slots, 0] = torch.tensor(kv[first:], dtype=torch.int64) + salt
 
     def blocks_in_use(self) -> int:
         """Device blocks that are referenced."""
@@ -314,11 +316,25 @@ class Vllm:
 
 def _places(spec: Any, begin: int, end: int, table: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     positions = np.arange(begin, end)
-    return np.array(table)[positions // spec.block_size], positions % spec.block_size
+    blocks = np.array(table)[positions // spec.block_size]
+    return blocks, np.zeros_like(blocks) if _is_state(spec) else positions % spec.block_size
+
+
+def _is_state(spec: Any) -> bool:
+    return hasattr(spec, "mamba_cache_mode")
+
+
+def _parts(cache: Any) -> list[torch.Tensor]:
+    """The parts of a layer's cache, as (block, 0, slot, value). A state has one slot."""
+    if isinstance(cache, torch.Tensor):
+        return [cache.view(torch.int64)]
+    return [part.view(torch.int64)[:, None, None, :] for part in cache]
 
 
 def _first_needed(spec: Any, computed: int) -> int:
     """The first token whose KV the next token needs."""
+    if _is_state(spec):
+        return max(0, computed - 1)
     window, chunk = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
     if window is not None:
         return max(0, computed - window + 1)
@@ -328,12 +344,14 @@ def _first_needed(spec: Any, computed: int) -> int:
 def groups_of(kinds: str, head_size: int = 8) -> list[Any]:
     """KV cache groups of two layers each.
 
-    "f": full attention, "F": with blocks of twice the tokens, "w": a window of 40 tokens, "c": chunks of 48 tokens.
+    "f": full attention, "F": with blocks of twice the tokens, "w": a window of 40 tokens, "c": chunks of 48 tokens,
+    "s": states. A state is the KV of the last token before it.
     """
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         KVCacheGroupSpec,
+        MambaSpec,
         SlidingWindowSpec,
     )
 
@@ -343,6 +361,13 @@ def groups_of(kinds: str, head_size: int = 8) -> list[Any]:
         "F": lambda: FullAttentionSpec(**fields | {"block_size": 2 * BLOCK, "head_size": head_size // 2}),
         "w": lambda: SlidingWindowSpec(**fields, sliding_window=40),
         "c": lambda: ChunkedLocalAttentionSpec(**fields, attention_chunk_size=48),
+        "s": lambda: MambaSpec(
+            block_size=BLOCK,
+            shapes=((8,), (4,)),
+            dtypes=(torch.float32, torch.float32),
+            page_size_padded=SlidingWindowSpec(**fields, sliding_window=40).page_size_bytes,
+            mamba_cache_mode="align",
+        ),
     }
     return [KVCacheGroupSpec([f"{at}.{layer}" for layer in range(2)], specs[kind]()) for at, kind in enumerate(kinds)]
 
@@ -401,6 +426,8 @@ def vllm(
     )
     config = args.create_engine_config()
     config.cache_config.block_size = BLOCK
+    if "s" in kinds:
+        config.cache_config.mamba_cache_mode = "align"
     config.cache_config.num_gpu_blocks = blocks
     config.scheduler_config.async_scheduling = bool(ahead)
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
@@ -419,7 +446,7 @@ def vllm(
         for rank in range(ranks):
             config.parallel_config.rank = rank
             caches = allocate(of_workers)
-            pages.append({name: view.view(torch.int64) for name, view in caches.items()})
+            pages.append({name: _parts(cache) for name, cache in caches.items()})
             workers.append(KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, of_workers))
             workers[-1].register_kv_caches(caches)
         config.parallel_config.rank = 0

@@ -185,3 +185,20 @@ def test_a_loaded_request_does_not_stop_a_session_with_streaming_input(llama: Pa
         one.add("session", [0], 1)
         one.run()
         assert one.outputs["loaded"] == continuation(ids, 4)
+
+
+def test_blocks_of_a_step_that_does_not_run_are_in_no_cache(llama: Path) -> None:
+    """vLLM preempts a request for one of a higher priority, in the step that has scheduled the next tokens of both."""
+    of_low, of_high = prompt(18, 1), prompt(5, 2) + [4, 5, 6, 7, 8]
+    budgets = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 32}
+    with vllm(
+        llama, OPTIONS, random.Random(0), blocks=24, max_model_len=320, scheduling_policy="priority", **budgets
+    ) as one:
+        low = one.add("low", of_low, 4, priority=2)
+        for _ in range(3):
+            one.step()
+        one.add("high", of_high, 9, priority=0)
+        one.run()
+        assert low.num_preemptions == 1
+        assert one.outputs["low"] == continuation(of_low, 4)
+        assert one.outputs["high"] == continuation(of_high, 9)

@@ -154,6 +154,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         payload_bytes = [group_shard_bytes(self._kv_cache_config, group) * shards for group in range(len(groups.kinds))]
         not_reused = identity.why_not_reused(description, config, naming.digests)
         identity.warn_of_names(description)
+        vllm_patches.evict_uncomputed()
         ranks = vllm_patches.ranks_of(self._vllm_config)
         engine = open_engine(config, ranks=ranks)
         try:

@@ -13,6 +13,7 @@ from undercroft.vllm_patches.table import (
     LOAD_FAILURE_POLICY,
     LOADED_REQUESTS,
     LOCAL_HITS,
+    PREEMPTIONS,
     PREFIX_CACHE_RESET,
     RESERVATIONS,
     SHARED_PREFIX,
@@ -174,6 +175,37 @@ def end_reservations() -> None:
         return update_waiting_for_remote_kv
 
     replace((Scheduler, "_update_waiting_for_remote_kv", wrap))
+
+
+@guarded(PREEMPTIONS)
+def evict_uncomputed() -> None:
+    """Evict the blocks of preempted requests that no step has computed or will compute from vLLM's prefix cache."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    takes(Scheduler, "_preempt_request", "request")
+    takes(KVCacheManager, "evict_blocks", "block_ids")
+    takes(KVCacheManager, "get_block_ids", "request_id")
+    sets(Scheduler, "kv_cache_manager")
+
+    def wrap(original: Callable[..., None]) -> Callable[..., None]:
+        def preempt_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                manager = self.kv_cache_manager
+                tables = manager.get_block_ids(request.request_id)
+                groups = manager.kv_cache_config.kv_cache_groups
+                # vLLM counts the tokens of the present step as computed only at the step's end.
+                beyond: set[int] = set()
+                for group, table in zip(groups, tables, strict=True):
+                    beyond.update(table[request.num_computed_tokens // group.kv_cache_spec.block_size :])
+                manager.evict_blocks(beyond - {manager.block_pool.null_block.block_id})
+            except Exception as error:  # vLLM preempts the request in any case.
+                failed(PREEMPTIONS, error)
+            original(self, request, *args, **kwargs)
+
+        return preempt_request
+
+    replace((Scheduler, "_preempt_request", wrap))
 
 
 def _end_reservation(request: Any) -> None:

@@ -134,6 +134,15 @@ RESERVATIONS = Patch(
     "0.31 to 0.33",
     "With windows and little free device memory, a failed load can stop all requests.",
 )
+PREEMPTIONS = Patch(
+    "preemptions",
+    ("Scheduler._preempt_request",),
+    "the class, in processes with a scheduler of undercroft",
+    "With priorities, vLLM may preempt a request that the same step has scheduled already. Its blocks of this step stay "
+    "in vLLM's prefix cache, although no step computes them. The wrapper evicts them.",
+    "0.31 to 0.33",
+    "A later request that finds such a block computes from wrong values, and undercroft saves them.",
+)
 LOADED_REQUESTS = Patch(
     "loaded_requests",
     ("Request.num_computed_tokens",),
@@ -199,6 +208,7 @@ PATCHES = (
     LOCAL_HITS,
     PREFIX_CACHE_RESET,
     RESERVATIONS,
+    PREEMPTIONS,
     LOADED_REQUESTS,
     WEIGHT_CHANGES,
     WORKER_SLEEP,
