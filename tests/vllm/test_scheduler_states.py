@@ -189,7 +189,7 @@ def test_a_loaded_request_does_not_stop_a_session_with_streaming_input(llama: Pa
 
 def test_blocks_of_a_step_that_does_not_run_are_in_no_cache(llama: Path) -> None:
     """vLLM preempts a request for one of a higher priority, in the step that has scheduled the next tokens of both."""
-    of_low, of_high = prompt(18, 1), prompt(5, 2) + [4, 5, 6, 7, 8]
+    of_low, of_high = prompt(18, 1), [*prompt(5, 2), 4, 5, 6, 7, 8]
     budgets = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 32}
     with vllm(
         llama, OPTIONS, random.Random(0), blocks=24, max_model_len=320, scheduling_policy="priority", **budgets
@@ -202,3 +202,19 @@ def test_blocks_of_a_step_that_does_not_run_are_in_no_cache(llama: Path) -> None
         assert low.num_preemptions == 1
         assert one.outputs["low"] == continuation(of_low, 4)
         assert one.outputs["high"] == continuation(of_high, 9)
+
+
+def test_a_hit_that_lacks_states_begins_no_lookup_anew(llama: Path) -> None:
+    """The device holds 2 blocks of the prompt without a state, and the tiers hold a state after the first block."""
+    ids = prompt(6, 1)
+    options = {**OPTIONS, "verify_host": True}
+    with vllm(llama, options, random.Random(0), kinds="sf", max_model_len=320, max_num_batched_tokens=256) as one:
+        one.add("short", [*ids[:BLOCK], 1, 2, 3], 1)
+        forget_device(one)
+        one.add("long", ids, 1).skip_reading_prefix_cache = True
+        one.run()
+        same = [*ids[: 2 * BLOCK], *[4] * BLOCK, 5]
+        one.add("same", same, 4)
+        one.run()
+        assert one.outputs["same"] == continuation(same, 4)
+        assert one.cached["same"] == BLOCK

@@ -493,7 +493,7 @@ class SchedulerConnector:
         try:
             state = self._state(request)
             limit = self._groups.align(request.num_tokens - 1)
-            if state.lookup_failed or limit <= local_tokens:
+            if state.lookup_failed or limit <= local_tokens or state.is_asked_below(local_tokens):
                 return False
             state.min_tokens = self._min_tokens(request)
             answer = self._look_up(state, local_tokens, limit)

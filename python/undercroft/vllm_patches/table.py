@@ -138,8 +138,8 @@ PREEMPTIONS = Patch(
     "preemptions",
     ("Scheduler._preempt_request",),
     "the class, in processes with a scheduler of undercroft",
-    "With priorities, vLLM may preempt a request that the same step has scheduled already. Its blocks of this step stay "
-    "in vLLM's prefix cache, although no step computes them. The wrapper evicts them.",
+    "With priorities, vLLM may preempt a request that the same step has scheduled already. Its blocks of this step "
+    "stay in vLLM's prefix cache, although no step computes them. The wrapper evicts them.",
     "0.31 to 0.33",
     "A later request that finds such a block computes from wrong values, and undercroft saves them.",
 )
