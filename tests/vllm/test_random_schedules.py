@@ -62,6 +62,17 @@ class Clients:
         turns.append(turn)
         self._one.add(name, *turn, resumable=True)
 
+    def pauses(self) -> None:
+        """A trainer pauses vLLM and clears the device's cache. vLLM refuses this while sessions hold blocks."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        scheduler = self._one.scheduler
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self._one.run()
+        if not any(request.resumable for request in scheduler.requests.values()):
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+
     def end(self) -> None:
         """Let all sessions and requests end, and compare their tokens."""
         for name in self._sessions:
@@ -99,6 +110,8 @@ def serve(one: Vllm, chance: random.Random, steps: int, sessions: bool) -> None:
         elif happens < 0.275:
             # vLLM refuses while blocks are in use.
             one.scheduler.reset_prefix_cache(reset_connector=happens > 0.272)
+        elif happens < 0.28:
+            clients.pauses()
         else:
             one.step()
     clients.end()
@@ -122,6 +135,8 @@ def serve(one: Vllm, chance: random.Random, steps: int, sessions: bool) -> None:
         {"kinds": "wf", "blocks": 46, "drafts": 3, "ranks": 2},
         {"kinds": "Fw", "blocks": 46, "ahead": 1},
         {"kinds": "fc", "blocks": 46},
+        {"kinds": "wfc", "blocks": 66, "ahead": 1},
+        {"kinds": "sf", "blocks": 46, "ahead": 1, "ranks": 2},
     ],
     ids=lambda shape: " ".join(f"{value}" for value in shape.values()),
 )

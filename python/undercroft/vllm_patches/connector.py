@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _ADAPTER = "_undercroft_adapter"
 """Attribute of a request: the key of its adapter's weights. All blocks of the request use this one key."""
-_RESERVATIONS = "_undercroft_reservations"
+_RESERVED = "_undercroft_reserved"
 """Attribute of a request: vLLM's set of all requests for which it reserves blocks."""
 _WAITING = ("WAITING_FOR_REMOTE_KVS", "WAITING", "PREEMPTED")
 """States of a request that may hold the blocks of a load and has not run since."""
@@ -166,7 +166,7 @@ def end_reservations() -> None:
         def update_waiting_for_remote_kv(self: Any, request: Any) -> None:
             original(self, request)
             try:
-                setattr(request, _RESERVATIONS, self._inflight_prefills)
+                setattr(request, _RESERVED, self._inflight_prefills)
                 if request.num_computed_tokens == 0:
                     _end_reservation(request)
             except Exception as error:  # vLLM goes on with the reservation.
@@ -209,7 +209,7 @@ def evict_uncomputed() -> None:
 
 
 def _end_reservation(request: Any) -> None:
-    getattr(request, _RESERVATIONS, set()).discard(request)
+    getattr(request, _RESERVED, set()).discard(request)
 
 
 @guarded(LOADED_REQUESTS)
