@@ -3,6 +3,8 @@
 use std::time::{Duration, Instant};
 
 use undercroft_core::remote::{RemoteDone, RemoteError};
+#[cfg(feature = "redis")]
+use undercroft_remote::Body;
 
 use crate::child::{child, url_of_parent};
 use crate::proxy::{Fault, Proxy};
@@ -154,6 +156,31 @@ mod redis {
             .map(|number| rig.put(&Segment::new(number), true))
             .collect();
         assert_eq!(results.last(), Some(&Err(RemoteError::Full)), "{results:?}");
+        let full = rig.objects.put("x", &Body::bytes(&[0; 1 << 20]), false);
+        let remedy = full.unwrap_err().advice();
+        // Redis removes objects itself.
+        assert!(
+            remedy.contains("maxmemory-policy") && !remedy.contains("gc"),
+            "{remedy}"
+        );
+    }
+
+    #[test]
+    fn a_database_that_cannot_be_selected_is_told_with_the_remedy() {
+        let Some(server) = start(&["--requirepass", "hunter2"]) else {
+            return;
+        };
+        let refused = |url: &str| {
+            let rig = Rig::new(url, Box::new(())).unwrap();
+            rig.objects.greet().unwrap_err()
+        };
+        let denied = refused(&format!("redis://127.0.0.1:{}/1", server.port()));
+        assert_eq!(denied.kind, RemoteError::Denied, "{denied}");
+        assert!(denied.advice().contains("REDIS_PASSWORD"), "{denied}");
+        let Some(server) = start(&[]) else { return };
+        let missing = refused(&format!("redis://127.0.0.1:{}/99", server.port()));
+        assert!(missing.to_string().contains("out of range"), "{missing}");
+        assert!(missing.advice().contains("database"), "{missing}");
     }
 
     #[test]
