@@ -3,8 +3,6 @@
 use std::time::{Duration, Instant};
 
 use undercroft_core::remote::{RemoteDone, RemoteError};
-#[cfg(feature = "redis")]
-use undercroft_remote::Body;
 
 use crate::child::{child, url_of_parent};
 use crate::proxy::{Fault, Proxy};
@@ -65,6 +63,7 @@ fn is_slow_or_damaged(proxy: &Proxy, rig: &mut Rig, segment: &Segment) {
 #[cfg(feature = "redis")]
 mod redis {
     use undercroft_core::remote::RemoteRequest;
+    use undercroft_remote::{Body, Health};
 
     use super::*;
     use crate::server::Redis;
@@ -163,6 +162,28 @@ mod redis {
             remedy.contains("maxmemory-policy") && !remedy.contains("gc"),
             "{remedy}"
         );
+    }
+
+    /// Otherwise the log of an engine would say again and again that the store fails, and that it works again.
+    #[test]
+    fn a_server_that_takes_no_writes_is_told_until_it_takes_one() {
+        let arguments = ["--maxmemory", "1mb", "--maxmemory-policy", "noeviction"];
+        let Some(server) = start(&arguments) else {
+            return;
+        };
+        let mut rig = Rig::new(&server.url(), Box::new(())).unwrap();
+        let segment = Segment::new(1);
+        assert_eq!(rig.put(&segment, true), Err(RemoteError::Full));
+        let last = rig.pool.as_ref().unwrap().last_result();
+        assert_eq!(rig.probe(vec![segment.key]), Ok(RemoteDone::Present(0)));
+        assert_eq!(rig.get_all(&segment), Err(RemoteError::NotFound));
+        let Health::Failed(error) = last.get() else {
+            panic!("the server is still full");
+        };
+        assert_eq!(error.kind, RemoteError::Full);
+        server.say("CONFIG SET maxmemory 0");
+        assert_eq!(rig.put(&segment, true), Ok(RemoteDone::Stored));
+        assert_eq!(last.get(), Health::Good);
     }
 
     #[test]
