@@ -158,7 +158,10 @@ impl LastResult {
     pub fn get(&self) -> Health {
         let results = self.0.last.lock().unwrap_or_else(PoisonError::into_inner);
         match (&results.last, &results.no_writes) {
-            (Health::Unknown | Health::Good, Some(error)) => Health::Failed(error.clone()),
+            (Health::Unknown | Health::Good, Some(error)) => Health::Failed(StoreError {
+                detail: format!("writes only: {}", error.detail),
+                ..error.clone()
+            }),
             (last, _) => last.clone(),
         }
     }
