@@ -576,6 +576,10 @@ def remote_contents(url: str) -> dict[str, Any]:
     Raises ConfigError, UndercroftError.
     """
 
+def remote_examine(url: str) -> str | None:
+    """Why an engine could not use a remote store now, for people; None if it probably could. Sends no request, and
+    makes no directory. Raises ConfigError if the engine would refuse to start."""
+
 def remote_check(url: str) -> list[dict[str, str]]:
     """Check a remote store. Each finding has name, status ("ok", "warn" or "fail"), found and advice. Raises
     ConfigError."""

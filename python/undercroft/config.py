@@ -38,7 +38,7 @@ from undercroft.option_values import (
     text_paths,
     text_sizes,
 )
-from undercroft.remote_url import REMOTE_FORMAT, check_remote, without_credentials
+from undercroft.remote_url import REMOTE_FORMAT, check_remote, is_credential, without_credentials
 from undercroft.units import DURATION_FORMAT, SIZE_FORMAT, Amount, parse_amount, parse_size
 
 ENV_PREFIX = "UNDERCROFT_"
@@ -324,6 +324,13 @@ class UndercroftConfig:
         environ = os.environ if environ is None else environ
         known = [option.name for option in OPTIONS]
         for key, value in extra_config.items():
+            if is_credential(str(key)) and key not in known:
+                raise ConfigError(
+                    f"undercroft: unknown option {key!r} in {EXTRA_CONFIG}, which is logged. Credentials of a remote "
+                    "store come from the environment, from files or from the machine's role: set AWS_ACCESS_KEY_ID and "
+                    "AWS_SECRET_ACCESS_KEY, REDIS_PASSWORD, or what doctor --remote names. "
+                    f"Allowed: {', '.join(known)}."
+                )
             if key not in known:
                 raise ConfigError(
                     f"undercroft: unknown option {key!r} = {without_credentials(value)!r} in {EXTRA_CONFIG}"

@@ -204,7 +204,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("remote_failures", "counter", "Operations of the remote store without a usable result, by the kind.",
            ("kind",),
            {"remote_failures": ("failed",), "remote_corrupt": ("corrupt",), "remote_throttled": ("throttled",)}),
-    _one("remote_degraded", "gauge", "1 if the last operation of the remote store failed, else 0."),
+    _one("remote_degraded", "gauge", "1 if the remote store failed last, or if it takes no writes, else 0."),
     _one("remote_breaker_open", "gauge", "1 while the remote store gets no requests because it failed, else 0."),
     _one("remote_window_bytes", "gauge", "Bytes that reads from the remote store may have in flight."),
     _one("remote_get_bytes_in_flight", "gauge", "Bytes of segments that are being read from the remote store."),

@@ -17,6 +17,9 @@ REMOTE_FORMAT = (
 
 _WITH_BUCKET = ("s3", "gs", "az")
 _BUCKET = re.compile(r"[A-Za-z0-9._-]*\Z")
+_CREDENTIAL = re.compile(
+    r"passw|secret|credential|(access|account|api)_?key|(session|auth|sas|bearer)_?token", re.IGNORECASE
+)
 
 _T = TypeVar("_T")
 
@@ -58,10 +61,18 @@ def check_remote(value: object) -> str:
     return value
 
 
+def is_credential(name: str) -> bool:
+    """Whether an option of this name would hold a credential."""
+    return _CREDENTIAL.search(name) is not None
+
+
 def without_credentials(value: _T) -> _T | str:
     """The value for a message: without any part of a key, and without the parts of a URL that may be credentials."""
     if isinstance(value, list):
         return cast(_T, [without_credentials(each) for each in value])
+    if isinstance(value, dict):
+        shown = {name: "..." if is_credential(str(name)) else without_credentials(of) for name, of in value.items()}
+        return cast(_T, shown)
     if not isinstance(value, str):
         return value
     if is_key(value):

@@ -44,6 +44,27 @@ def test_every_form_of_a_configuration_is_read(
     assert "UNDERCROFT_HOTS_MEMORY is not an option" in found["warnings"][0]
 
 
+def test_a_remote_store_that_cannot_be_used_now_is_a_warning(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_PASSWORD_FILE", "/no/such/file")
+    (tmp_path / "file").touch()
+    for url, reason in (
+        (f"file://{tmp_path}/mount/remote", "mount the file system"),
+        (f"file://{tmp_path}/file", "not a directory"),
+        ("redis://127.0.0.1:1/0", "REDIS_PASSWORD_FILE"),
+    ):
+        found = check(capsys, json.dumps({"host_memory": "64MiB", "remote": url}))
+        assert found["ok"]
+        [warning] = found["warnings"]
+        assert url in warning
+        assert reason in warning
+        assert "vLLM starts all the same" in warning
+    found = check(capsys, json.dumps({"host_memory": "64MiB", "remote": f"file://{tmp_path}/remote"}))
+    assert found["warnings"] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is made"
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
     [

@@ -191,6 +191,29 @@ def test_credentials_in_a_url_are_refused_and_not_shown(url):
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["aws_secret_access_key", "AWS_ACCESS_KEY_ID", "remote_password", "azure_storage_account_key", "session_token"],
+)
+def test_credentials_in_options_of_their_own_are_refused_and_not_shown(name):
+    with pytest.raises(ConfigError, match=f"unknown option '{name}'.*from the environment, from files") as error:
+        parse({"remote": "s3://bucket", name: "hunter2"})
+    assert "hunter2" not in str(error.value)
+
+
+def test_credentials_within_a_value_are_not_shown():
+    with pytest.raises(ConfigError, match=r"remote = .*password.*dict instead of a URL") as error:
+        parse({"remote": {"url": "redis://host", "password": "hunter2"}})
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_misspelt_option_is_no_credential():
+    with pytest.raises(ConfigError, match=r"unknown option 'min_load_token' = 5 .*did you mean 'min_load_tokens'"):
+        parse({"min_load_token": 5})
+    with pytest.raises(ConfigError, match=r"unknown option 'keyfile' = '/a' .*did you mean 'key_file'"):
+        parse({"keyfile": "/a"})
+
+
+@pytest.mark.parametrize(
     "value", ["/mnt/a@b", "file:///mnt/a@b?c", "s3://bucket/prefix", "redis://[::1]:7000,b:6379/0/team", 5, [1]]
 )
 def test_values_without_credentials_are_shown_as_they_are(value):

@@ -55,6 +55,27 @@ def test_a_directory_that_breaks_is_logged_without_a_step(
         logger.removeHandler(caplog.handler)
 
 
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("redis://127.0.0.1:1/0", "check the host and the port"), ("file://{}/mount/remote", "mount the file system")],
+)
+def test_a_remote_store_that_cannot_be_used_is_logged_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, url: str, said: str
+) -> None:
+    url = url.format(tmp_path)
+    socket = str(tmp_path / "run" / "s.sock")
+    engine = _core.Engine({"host_memory": 16 * MIB, "disks": [], "socket": socket, "remote": url})
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.WARNING, logger.name)
+    stats = EngineStats(engine, idle_s=0.02)
+    try:
+        until(lambda: any(f"remote {url} cannot be used: " in line and said in line for line in caplog.messages))
+    finally:
+        stats.close()
+        logger.removeHandler(caplog.handler)
+        engine.close()
+
+
 def test_the_gauges_of_an_idle_vllm_move(engine: Any, tmp_path: Path) -> None:
     registry = CollectorRegistry()
 

@@ -112,9 +112,10 @@ def test_inspect_lists_the_namespaces(capsys: pytest.CaptureFixture[str], remote
     code, out, _ = run(capsys, "inspect", f"file://{remote}")
     assert code == 0
     assert SPACE[:12] in out
-    code, _, err = run(capsys, "inspect", f"file://{remote}", "--verify")
-    assert code != 0
-    assert "--verify" in err
+    for flag in (["--verify"], ["--drop", SPACE], ["--diff", SPACE, SPACE], ["--model", "some"]):
+        code, _, err = run(capsys, "inspect", f"file://{remote}", *flag)
+        assert code == 2, flag
+        assert f"{flag[0]} is for a directory of the disk tier" in err
 
 
 def test_doctor_looks_at_the_store(capsys: pytest.CaptureFixture[str], remote: Path) -> None:
@@ -156,8 +157,8 @@ def test_an_interrupt_does_not_wait_for_a_slow_store(command: list[str], remote:
 
 def test_an_interrupted_bench_ends_soon_and_leaves_no_object(remote: Path) -> None:
     pytest.importorskip("undercroft_bench")
-    # Of 2 GiB, so that the whole takes far longer.
-    arguments = ["bench", "remote", f"file://{remote}", "--sizes", "64KiB", "--total", "2GiB"]
+    # Of 8 GiB, so that the whole takes far longer.
+    arguments = ["bench", "remote", f"file://{remote}", "--sizes", "1MiB", "--total", "8GiB"]
     command = [sys.executable, "-m", "undercroft.cli.main", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -177,8 +178,23 @@ def test_an_interrupted_bench_ends_soon_and_leaves_no_object(remote: Path) -> No
 def test_bench_measures_and_advises(capsys: pytest.CaptureFixture[str], remote: Path) -> None:
     pytest.importorskip("undercroft_bench")
     url = f"file://{remote}"
-    found = printed(capsys, "bench", "remote", url, "--sizes", "64KiB,256KiB", "--total", "1MiB")
-    assert [case["object"] for case in found["cases"]] == ["64 KiB", "256 KiB"]
-    assert found["advised_remote_object"] in ("64KiB", "256KiB")
+    found = printed(capsys, "bench", "remote", url, "--sizes", "1MiB,2MiB", "--total", "4MiB")
+    assert [case["object"] for case in found["cases"]] == ["1 MiB", "2 MiB"]
+    assert found["advised_remote_object"] in ("1MiB", "2MiB")
     assert found["probe_ms"] > 0
     assert not [path for path in remote.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("size", ["1KiB", "1048575", "65MiB", "8GiB"])
+def test_bench_refuses_sizes_that_the_option_refuses(
+    capsys: pytest.CaptureFixture[str], remote: Path, size: str
+) -> None:
+    pytest.importorskip("undercroft_bench")
+    with pytest.raises(SystemExit) as ended:
+        # The total bounds the work in case of a size that is accepted.
+        main(["bench", "remote", f"file://{remote}", "--sizes", f"16MiB,{size}", "--total", "1MiB"])
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert f"--sizes: {size}: out of range" in err
+    assert "1MiB to 64MiB, as for remote_object" in err
+    assert not remote.exists()

@@ -13,6 +13,7 @@ import pytest
 from bad_network import Proxy, redis_server
 from connector_engine import TOKENS, References, core, settled
 from real_engine import Engine, prompt
+from undercroft.log import logger
 
 pytestmark = pytest.mark.vllm
 
@@ -89,19 +90,27 @@ def test_damaged_objects_are_computed_again(engine: Make, llama: Path, tmp_path:
     settled(second)
 
 
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "file://{}/mount/remote"])
 def test_vllm_starts_without_its_remote_store_and_says_why(
-    engine: Make, llama: Path, tmp_path: Path, reference: References, caplog: pytest.LogCaptureFixture
+    engine: Make, llama: Path, tmp_path: Path, reference: References, caplog: pytest.LogCaptureFixture, url: str
 ) -> None:
-    # Nobody listens there.
-    running = engine(llama, options(tmp_path, "alone", remote="redis://127.0.0.1:1/0"))
-    assert running.generate(PROMPT, TOKENS).tokens == reference(PROMPT)
-    settled(running)
+    # Nobody listens there, and no file system is mounted there.
+    url = url.format(tmp_path)
+    logger.addHandler(caplog.handler)
+    try:
+        running = engine(llama, options(tmp_path, "alone", remote=url))
+        until(running, lambda stats: stats["remote_degraded"] == 1)
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(f"remote {url} cannot be used" in line and "To do:" in line for line in caplog.messages):
+            assert time.monotonic() < deadline, caplog.messages
+            running.idle_steps()
+    finally:
+        logger.removeHandler(caplog.handler)
+    for cached in (0, 1024):
+        answer = running.generate(PROMPT, TOKENS)
+        assert (answer.cached, answer.tokens) == (cached, reference(PROMPT))
+        settled(running)
     assert core(running).info()["remote"]["health"] == "failed"
-    until(running, lambda stats: stats["remote_degraded"] == 1)
-    running.idle_steps()
-    warm = running.generate(PROMPT, TOKENS)
-    assert (warm.cached, warm.tokens) == (1024, reference(PROMPT))
-    settled(running)
 
 
 @pytest.mark.parametrize("fault", ["frozen", "slow", "killed", "damaged"])

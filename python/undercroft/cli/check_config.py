@@ -91,6 +91,8 @@ def report(config: UndercroftConfig, extra: Mapping[str, Any]) -> dict[str, Any]
             warnings.append(f"{error}; vLLM starts without the server, and connects when it is there")
         return found | {"server": config.server}
     options = engine_options(config)
+    if config.remote and (reason := _core.remote_examine(config.remote)):
+        warnings.append(f"{reason}; vLLM starts all the same, and does not use the store until this is mended")
     disks = _core.examine(options)
     for disk in disks:
         if disk["error"] is not None and disk["starts"]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from undercroft import descriptions
 from undercroft.cli import output, waiting
+from undercroft.errors import ConfigError
 from undercroft.units import format_size
 
 
@@ -14,9 +15,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the namespaces of the store. Raises ConfigError, UndercroftError."""
     from undercroft import _core
 
-    for name in ("verify", "drop", "diff"):
+    for name in ("verify", "drop", "diff", "model"):
         if getattr(args, name):
-            raise output.CommandError(f"--{name} is for a directory of the disk tier, not for a remote store")
+            raise ConfigError(f"--{name} is for a directory of the disk tier, not for a remote store")
     found: dict[str, Any] = waiting.until_interrupted(lambda: _core.remote_contents(args.directory))
     for space in found["namespaces"]:
         text = space["description"]

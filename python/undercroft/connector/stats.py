@@ -162,7 +162,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "remote_corrupt": ("counter", "objects that do not match their names, or fail their checksum"),
     "remote_failures": ("counter", "operations of the remote store that failed or took too long"),
     "remote_throttled": ("counter", "operations that the remote store refused for their number"),
-    "remote_degraded": ("gauge", "1 if the last operation of the remote store failed, else 0"),
+    "remote_degraded": ("gauge", "1 if the remote store failed last, or if it takes no writes, else 0"),
     "remote_breaker_open": ("gauge", "1 while the remote store gets no requests because it failed, else 0"),
     "remote_window_bytes": ("gauge", "bytes that reads from the remote store may have in flight"),
     "remote_get_bytes_in_flight": ("gauge", "bytes of segments that are being read from the remote store"),

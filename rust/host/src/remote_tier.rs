@@ -29,7 +29,7 @@ impl RemoteTier {
     /// Attaches the store of the options to the engine. The engine itself retries a store that cannot be reached now.
     ///
     /// # Errors
-    /// If the options, the credentials in the environment, or the key file cannot be used.
+    /// If the options or the key file cannot be used, or this build does not support the kind of store.
     pub(crate) fn start(
         config: &HostConfig,
         driver: &Driver,
@@ -38,7 +38,7 @@ impl RemoteTier {
         let Some(location) = config.remote_location()? else {
             return Ok(None);
         };
-        let objects = undercroft_remote::open(&location, config.remote_options())
+        let objects = undercroft_remote::open_for_engine(&location, config.remote_options())
             .map_err(|error| HostError::Option(error.to_string()))?;
         let (of_pool, arena) = (Arc::clone(&objects), Arc::clone(arena));
         let pool = Pool::start_with(of_pool, arena, driver.waker(), config.cipher()?);

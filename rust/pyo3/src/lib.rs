@@ -35,7 +35,7 @@ mod _core {
     #[pymodule_export]
     use crate::memory::{available_memory, probe_io_uring, slots_in};
     #[pymodule_export]
-    use crate::remote::{remote_check, remote_contents, remote_gc, remote_measure};
+    use crate::remote::{remote_check, remote_contents, remote_examine, remote_gc, remote_measure};
     #[pymodule_export]
     use crate::replay::PyReplay;
     #[pymodule_export]

@@ -7,7 +7,8 @@ use pyo3::prelude::*;
 use undercroft_remote::gc::{Limits, collect};
 use undercroft_remote::measure::{OfSize, measure};
 use undercroft_remote::{
-    Location, LocationError, Objects, Options, StoreError, check, contents, open, open_existing,
+    Location, LocationError, Objects, Options, StoreError, check, contents, examine, open,
+    open_existing,
 };
 
 use crate::errors::{ConfigError, UndercroftError};
@@ -80,6 +81,14 @@ pub(crate) fn remote_contents<'py>(py: Python<'py>, url: &str) -> PyResult<Bound
         found.map_err(|error| failed(url, &error))
     });
     to_python(py, &found?)
+}
+
+/// Why an engine could not use a remote store now, for people; `None` if it probably could. Sends no request, and makes
+/// no directory. Raises ConfigError if the engine would refuse to start.
+#[pyfunction]
+pub(crate) fn remote_examine(py: Python<'_>, url: &str) -> PyResult<Option<String>> {
+    let found = py.detach(|| examine(&Location::parse(url)?));
+    Ok(found.map_err(refused)?.map(|reason| reason.to_string()))
 }
 
 /// Findings on a remote store, as `undercroft doctor` has them. Raises ConfigError.

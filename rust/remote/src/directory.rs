@@ -5,10 +5,11 @@
 //! the directory is followed.
 
 use std::ffi::OsStr;
+use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{
@@ -32,6 +33,11 @@ const TEMPORARY: &str = ".undercroft-";
 /// Most calls at a time. Each may wait for a server of the file system.
 const PARALLEL: usize = 16;
 
+const NO_DIRECTORY: &str = "not a directory";
+const NO_PARENT: &str =
+    "its parent directory does not exist; mount the file system, or make the directory";
+const MOUNT: &str = "check the path, and that its file system is mounted";
+
 const DIRECTORY: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::CLOEXEC)
@@ -41,6 +47,8 @@ const DIRECTORY: OFlags = OFlags::RDONLY
 #[derive(Debug)]
 pub(crate) struct DirectoryStore {
     path: PathBuf,
+    /// Whether the directory was there once. From then on it is not made again: its file system may be unmounted.
+    is_made: AtomicBool,
     /// An object of at least this age becomes new again when it is read.
     renew_after: Duration,
     /// Whether this host makes objects new at all.
@@ -55,26 +63,47 @@ impl DirectoryStore {
         location: &Location,
         options: Options,
     ) -> std::result::Result<Self, LocationError> {
-        let path = PathBuf::from(&location.path);
-        match rustix::fs::mkdir(&path, Mode::RWXU) {
-            Ok(()) | Err(Errno::EXIST) => {}
-            Err(Errno::NOENT) => {
-                return Err(location.refused(
-                    "its parent directory does not exist; mount the file system, or make the directory",
-                ));
-            }
-            // The directory may exist all the same. If not, the first operation reports it.
-            Err(_) => {}
+        let store = Self::later(location, options);
+        match store.make() {
+            Err(error) if error.advice == Some(MOUNT) => Err(location.refused(error.detail)),
+            // The first operation reports other errors.
+            _ => Ok(store),
         }
-        if std::fs::metadata(&path).is_ok_and(|found| !found.is_dir()) {
-            return Err(location.refused("not a directory"));
-        }
-        Ok(Self {
-            path,
+    }
+
+    /// The directory, without a call to its file system, which may hang. The first operation makes the directory.
+    pub(crate) fn later(location: &Location, options: Options) -> Self {
+        Self {
+            path: PathBuf::from(&location.path),
+            is_made: AtomicBool::new(false),
             renew_after: options.ttl / 2,
             renews: options.renew_rate.is_some(),
             names: (random(), AtomicU64::new(0)),
-        })
+        }
+    }
+
+    /// Makes the directory if it was never there.
+    fn make(&self) -> Result<()> {
+        if self.is_made.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let unusable =
+            |reason: &str| Err(StoreError::new(RemoteError::Unreachable, reason).or_advice(MOUNT));
+        let made = rustix::fs::mkdir(&self.path, Mode::RWXU);
+        match (made, std::fs::metadata(&self.path)) {
+            (_, Ok(found)) if !found.is_dir() => return unusable(NO_DIRECTORY),
+            (Ok(()) | Err(Errno::EXIST), _) | (_, Ok(_)) => {}
+            (Err(Errno::NOENT), _) => {
+                return unusable(NO_PARENT);
+            }
+            (Err(errno), _) => {
+                let mut error = os_error(errno);
+                error.detail = format!("{} cannot be made: {}", self.path.display(), error.detail);
+                return Err(error);
+            }
+        }
+        self.is_made.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
     /// The directory for the object at `path`, and the object's name there.
@@ -85,6 +114,7 @@ impl DirectoryStore {
     }
 
     fn directory(&self, below: &str, make: bool) -> Result<OwnedFd> {
+        self.make()?;
         // The path of the store's directory may contain links: the operator has configured it.
         let top = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let opened = rustix::fs::openat(CWD, &self.path, top, Mode::empty());
@@ -407,6 +437,19 @@ impl Objects for DirectoryStore {
         self.walk("", has_temporary_files, each)?;
         Ok(removed)
     }
+}
+
+/// Whether [`DirectoryStore::open`] would succeed. Makes no directory.
+pub(crate) fn examine(location: &Location) -> std::result::Result<(), LocationError> {
+    let path = PathBuf::from(&location.path);
+    let is_missing = |path: &Path| matches!(std::fs::metadata(path), Err(error) if error.kind() == ErrorKind::NotFound);
+    if std::fs::metadata(&path).is_ok_and(|found| !found.is_dir()) {
+        return Err(location.refused(NO_DIRECTORY));
+    }
+    if is_missing(&path) && path.parent().is_some_and(is_missing) {
+        return Err(location.refused(NO_PARENT));
+    }
+    Ok(())
 }
 
 /// `to - from` in seconds.

@@ -21,6 +21,7 @@ mod redact;
 mod redis;
 mod renewals;
 mod sealed;
+mod unusable;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -70,6 +71,51 @@ pub fn open_existing(
         return Err(location.refused(reason));
     }
     open(location, options)
+}
+
+/// The store at `location`, for an engine, whose start it neither delays nor prevents. If a directory's file system is
+/// not mounted yet, or if the environment cannot be used, the operations fail with the reason.
+///
+/// # Errors
+/// If this build does not support the kind of store.
+pub fn open_for_engine(
+    location: &Location,
+    options: Options,
+) -> std::result::Result<Arc<dyn Objects>, LocationError> {
+    if location.scheme == Scheme::File {
+        let store = directory::DirectoryStore::later(location, options);
+        return Ok(Arc::new(store));
+    }
+    match open(location, options) {
+        Err(error) if is_supported(location.scheme) => {
+            Ok(Arc::new(unusable::UnusableStore::new(location, &error)))
+        }
+        opened => opened,
+    }
+}
+
+/// Why an engine could not use the store at `location` now; `None` if it probably could. Sends no request to the store,
+/// and makes no directory.
+///
+/// # Errors
+/// The errors of [`open_for_engine`].
+pub fn examine(location: &Location) -> std::result::Result<Option<LocationError>, LocationError> {
+    let found = match location.scheme {
+        Scheme::File => directory::examine(location),
+        _ => open(location, Options::default()).map(drop),
+    };
+    match found {
+        Err(error) if !is_supported(location.scheme) => Err(error),
+        found => Ok(found.err()),
+    }
+}
+
+fn is_supported(scheme: Scheme) -> bool {
+    match scheme {
+        Scheme::S3 | Scheme::Gs | Scheme::Az => cfg!(feature = "s3"),
+        Scheme::Redis | Scheme::Rediss => cfg!(feature = "redis"),
+        Scheme::File | Scheme::Mooncake => true,
+    }
 }
 
 /// The store at `location`. Sends no request to the store yet. A directory is made if its parent exists.

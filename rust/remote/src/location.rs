@@ -26,7 +26,7 @@ pub enum Scheme {
 
 impl Scheme {
     /// The name in a URL.
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         let found = SCHEMES.iter().find(|(_, scheme, _)| *scheme == self);
         found.map_or("", |(name, ..)| *name)
     }

@@ -117,8 +117,15 @@ struct Shared {
     /// Notified when a request has ended.
     ended: Condvar,
     stop: AtomicBool,
-    /// The result of the last operation, with the store's own text.
-    last: Mutex<Health>,
+    last: Mutex<Results>,
+}
+
+/// The results of the last operations, with the store's own text.
+#[derive(Debug, Default)]
+struct Results {
+    last: Health,
+    /// Why the store takes no writes, until a write succeeds: reads in between do not show whether it takes them again.
+    no_writes: Option<StoreError>,
 }
 
 /// A [`RemoteStore`] over a store's calls.
@@ -130,7 +137,7 @@ pub struct Pool {
     puts_in_flight: usize,
 }
 
-/// The result of a store's last operation.
+/// Whether a store can be used, by its last operations.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Health {
     /// No operation has ended yet.
@@ -138,19 +145,25 @@ pub enum Health {
     Unknown,
     /// The operation succeeded, or there was no such object.
     Good,
-    /// The operation failed.
+    /// The operation failed, or the store takes no writes.
     Failed(StoreError),
 }
 
-/// Reads the result of a pool's last operation, for the operator.
+/// Reads the results of a pool's last operations, for the operator.
 #[derive(Clone, Debug)]
 pub struct LastResult(Arc<Shared>);
 
 impl LastResult {
-    /// The result of the last operation.
+    /// The result of the last operation, or the reason why the store takes no writes.
     pub fn get(&self) -> Health {
-        let last = self.0.last.lock();
-        last.unwrap_or_else(PoisonError::into_inner).clone()
+        let results = self.0.last.lock().unwrap_or_else(PoisonError::into_inner);
+        match (&results.last, &results.no_writes) {
+            (Health::Unknown | Health::Good, Some(error)) => Health::Failed(StoreError {
+                detail: format!("writes only: {}", error.detail),
+                ..error.clone()
+            }),
+            (last, _) => last.clone(),
+        }
     }
 }
 
@@ -224,7 +237,7 @@ impl Pool {
         drop(ended.wait_while(queue, |queue| queue.running > 0));
     }
 
-    /// Reads the result of the last operation, even after the pool's end.
+    /// Reads the results of the last operations, even after the pool's end.
     pub fn last_result(&self) -> LastResult {
         LastResult(Arc::clone(&self.shared))
     }
@@ -308,10 +321,16 @@ impl Shared {
             let mut after = None;
             let done = match work {
                 Work::Request(request) => {
-                    let token = request.token();
+                    let (token, is_put) = (
+                        request.token(),
+                        matches!(request, RemoteRequest::Put { .. }),
+                    );
                     let result = contained(|| Some(self.carry_out(request, &mut after)))
                         .unwrap_or(Err(RemoteError::Unreachable.into()));
-                    self.note(&result);
+                    match is_put {
+                        true => self.note_put(&result),
+                        false => self.note(&result),
+                    }
                     let result = result.map_err(|error| error.kind);
                     Some(RemoteCompletion { token, result })
                 }
@@ -448,6 +467,23 @@ impl Shared {
             Err(error) if !error.kind.is_of_object() => Health::Failed(error.clone()),
             _ => Health::Good,
         };
-        *(self.last.lock()).unwrap_or_else(PoisonError::into_inner) = last;
+        self.results().last = last;
+    }
+
+    fn note_put(&self, result: &Result<RemoteDone>) {
+        use RemoteError::{Denied, Full};
+        match result {
+            Err(error) if matches!(error.kind, Denied | Full) => {
+                self.results().no_writes = Some(error.clone());
+                return;
+            }
+            Ok(RemoteDone::Stored) => self.results().no_writes = None,
+            _ => {}
+        }
+        self.note(result);
+    }
+
+    fn results(&self) -> MutexGuard<'_, Results> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

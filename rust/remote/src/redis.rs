@@ -297,6 +297,8 @@ fn store_error(error: RedisError) -> StoreError {
             RemoteError::Throttled
         }
         _ if says(&["NOAUTH", "WRONGPASS", "NOPERM", "READONLY"]) => RemoteError::Denied,
+        // The answer to the selection of a database.
+        _ if says(&["Authentication required"]) => RemoteError::Denied,
         _ if says(&["OOM"]) => RemoteError::Full,
         _ if says(&["max number of clients"]) => RemoteError::Throttled,
         _ if error.is_timeout() => RemoteError::Late,
@@ -310,11 +312,15 @@ fn store_error(error: RedisError) -> StoreError {
         ),
         // The system's text would describe a socket that is not ready.
         RemoteError::Late => (format!("no answer within {} s", STALL.as_secs()), TLS),
+        RemoteError::Unreachable if says(&["switch database"]) => (text, DATABASE),
         RemoteError::Unreachable => (text, REACH),
+        RemoteError::Full => (text, FULL),
         _ => return StoreError::new(kind, text),
     };
     StoreError::new(kind, detail).or_advice(advice)
 }
 
+const DATABASE: &str = "choose a database that the server has, in the URL, as in redis://host:6379/0; a cluster has database 0 only";
+const FULL: &str = "set maxmemory-policy allkeys-lru on the server, so that it evicts old objects, or raise its maxmemory";
 const REACH: &str = "check the host and the port in the URL, and that the server runs there; rediss:// is for a port with TLS";
 const TLS: &str = "check the host and the port in the URL, firewalls, and the server's load; rediss:// is for a port with TLS";

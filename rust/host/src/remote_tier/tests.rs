@@ -273,7 +273,7 @@ fn damaged_objects_are_misses_and_are_written_anew() {
 }
 
 #[test]
-fn an_engine_starts_without_its_store_and_says_why() {
+fn a_store_that_goes_away_is_told_and_costs_no_hit_in_host_memory() {
     let root = tempfile::tempdir().unwrap();
     std::fs::create_dir(root.path().join("mount")).unwrap();
     let url = format!("file://{}", root.path().join("mount/remote").display());
@@ -295,6 +295,33 @@ fn an_engine_starts_without_its_store_and_says_why() {
             .contains("mount/remote")
     );
     assert_eq!(host.hit(1), BLOCKS * BLOCK, "host memory is not affected");
+}
+
+#[test]
+fn an_engine_starts_before_its_file_system_is_mounted_and_uses_it_afterwards() {
+    let root = tempfile::tempdir().unwrap();
+    let mount = root.path().join("mount");
+    let url = format!("file://{}", mount.join("remote").display());
+    let host = Host::start(root.path(), "one", |config| config.remote.clone_from(&url));
+    host.wait_for("the failure is told", |host| {
+        host.engine.info()["remote"]["health"] == "failed"
+    });
+    let said = host.engine.info()["remote"].to_string();
+    assert!(said.contains("parent directory"), "{said}");
+    assert!(said.contains("mounted"), "{said}");
+    host.compute(1);
+    assert_eq!(host.hit(1), BLOCKS * BLOCK, "host memory is not affected");
+    assert!(!mount.exists(), "only the operator makes it");
+    std::fs::create_dir(&mount).unwrap();
+    host.wait_for("the prompt is written", |host| {
+        host.hit(1);
+        walk(&mount).len() == 4
+    });
+    assert_eq!(host.engine.info()["remote"]["health"], "good");
+    let other = Host::start(root.path(), "other", |config| {
+        config.remote.clone_from(&url);
+    });
+    assert_eq!(other.hit(1), BLOCKS * BLOCK);
 }
 
 #[test]

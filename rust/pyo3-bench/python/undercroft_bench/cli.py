@@ -14,7 +14,8 @@ from tqdm import tqdm
 from undercroft.cli import arguments, output, planning, vllm_http, waiting
 from undercroft.device.layout import SUPPORTED_LAYOUTS
 from undercroft.errors import ConfigError
-from undercroft.units import format_size
+from undercroft.option_values import remote_object
+from undercroft.units import SIZE_FORMAT, format_size
 
 _positive = arguments.whole(1, 1 << 40)
 _not_negative = arguments.whole(0, 1 << 40)
@@ -111,10 +112,10 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     remote.add_argument("url", metavar="URL", help="as the option remote; nothing stays there")
     remote.add_argument(
         "--sizes",
-        type=arguments.sizes,
+        type=_object_sizes,
         default="1MiB,4MiB,16MiB,64MiB",
         metavar="SIZE,...",
-        help="of objects (%(default)s)",
+        help="of objects, each as the option remote_object (%(default)s)",
     )
     remote.add_argument(
         "--total", type=arguments.size, default=1 << 30, metavar="SIZE", help="bytes of each size (1GiB)"
@@ -266,6 +267,19 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
     return waiting.until_interrupted(
         lambda: _bench.replay(args.trace, args.host_blocks, args.disk_blocks, args.policy, args.second_touch)
     )
+
+
+def _object_sizes(text: str) -> list[int]:
+    """Sizes of objects, each a value of remote_object: one of them is advised."""
+    found = arguments.sizes(text)
+    for part in text.split(","):
+        try:
+            remote_object(part)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(
+                f"{part}: {error}. Allowed: {SIZE_FORMAT}; 1MiB to 64MiB, as for remote_object"
+            ) from None
+    return found
 
 
 def _remote(args: argparse.Namespace) -> dict[str, Any]:

@@ -43,8 +43,10 @@ impl Buffer {
     pub(super) fn take(self: &Arc<Self>, len: u64, deadline: Instant) -> Result<Slot> {
         let len = len.next_multiple_of(ARENA_ALIGN);
         if len > self.arena.size() {
-            let text = format!("an object of {len} bytes; choose a smaller remote_object");
-            return Err(StoreError::new(RemoteError::Full, text));
+            let text = format!("an object of {len} bytes");
+            return Err(
+                StoreError::new(RemoteError::Full, text).or_advice("set a smaller remote_object")
+            );
         }
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         loop {

@@ -5,6 +5,7 @@ use undercroft_core::remote::RemoteError;
 
 use crate::objects::{Result, StoreError};
 
+const FULL: &str = "lend the store more memory: start mooncake_client on more machines, or add segment=16GiB to the URL";
 const NO_WHEEL: &str = "install Mooncake's client beside undercroft: pip install mooncake-transfer-engine, or \
     mooncake-transfer-engine-non-cuda on a machine without CUDA";
 const NO_LIBRARY: &str = "install the libraries of Mooncake's client; on Debian and Ubuntu: apt install libibverbs1 librdmacm1 libnuma1";
@@ -77,7 +78,9 @@ impl Answer {
         let kind = match self.error.as_str() {
             "" => return None,
             "not_found" => RemoteError::NotFound,
-            "full" => RemoteError::Full,
+            "full" => {
+                return Some(StoreError::new(RemoteError::Full, &self.detail).or_advice(FULL));
+            }
             "late" => RemoteError::Late,
             "no_wheel" => return Some(self.unusable(NO_WHEEL)),
             "no_library" => return Some(self.unusable(NO_LIBRARY)),
@@ -119,4 +122,17 @@ impl Answer {
 fn not_understood() -> StoreError {
     let text = "an answer of Mooncake's client that makes no sense";
     StoreError::new(RemoteError::Unreachable, text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_store_needs_memory_and_no_collection() {
+        let full: Answer = serde_json::from_str(r#"{"error": "full", "detail": "-200"}"#).unwrap();
+        let error = full.error().unwrap();
+        assert_eq!(error.kind, RemoteError::Full);
+        assert!(error.advice().contains("more memory") && !error.advice().contains("gc"));
+    }
 }

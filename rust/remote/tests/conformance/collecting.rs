@@ -316,6 +316,8 @@ pub(crate) fn goes_on_after_a_fault(objects: &dyn Objects, set_bad: impl Fn(bool
 struct Counted {
     store: Arc<dyn Objects>,
     removals: AtomicU64,
+    /// Whether the credentials only allow reads. Reading the store's clock takes a write.
+    only_reads: bool,
 }
 
 impl Objects for Counted {
@@ -345,7 +347,10 @@ impl Objects for Counted {
         self.store.delete_unchanged(entries)
     }
     fn clock_skew(&self) -> Result<Option<f64>> {
-        self.store.clock_skew()
+        match self.only_reads {
+            true => Err(RemoteError::Denied.into()),
+            false => self.store.clock_skew(),
+        }
     }
     fn remove_leftovers(&self, _: Duration) -> Result<u64> {
         self.removals.fetch_add(1, Ordering::Relaxed);
@@ -366,6 +371,7 @@ fn a_collection_that_is_stopped_removes_nothing_more() {
     let objects = Counted {
         store: Arc::clone(&place.objects),
         removals: AtomicU64::new(0),
+        only_reads: false,
     };
     let limits = Limits {
         min_age: Duration::ZERO,
@@ -388,4 +394,29 @@ fn a_collection_that_is_stopped_removes_nothing_more() {
     let (collected, removals) = collect(&AtomicBool::new(false), false);
     assert_eq!(collected.map(|report| report.removed_objects), Ok(200));
     assert_eq!((removals, place.listed().len()), (2, 0));
+}
+
+#[test]
+fn a_dry_run_needs_credentials_for_reads_only() {
+    let place = Place::new();
+    for number in 0..3 {
+        place.put(number, 3600);
+    }
+    let objects = Counted {
+        store: Arc::clone(&place.objects),
+        removals: AtomicU64::new(0),
+        only_reads: true,
+    };
+    let collect = |dry_run| {
+        let limits = Limits {
+            dry_run,
+            ..limits(Some(0), None)
+        };
+        collect(&objects, &limits, &AtomicBool::new(false), |_, _| ())
+    };
+    let found = collect(true).unwrap();
+    assert_eq!((found.objects, found.removed_objects), (3, 3));
+    assert_eq!(collect(false).unwrap_err().kind, RemoteError::Denied);
+    assert_eq!(objects.removals.into_inner(), 0);
+    assert_eq!(place.listed().len(), 3);
 }

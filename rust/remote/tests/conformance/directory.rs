@@ -112,6 +112,16 @@ fn a_directory_whose_file_system_is_not_mounted_is_unreachable_and_not_made() {
     );
 }
 
+/// Nobody makes directories there, not even root.
+#[test]
+fn a_directory_that_this_user_cannot_make_is_denied() {
+    let rig = Rig::new("file:///sys/undercroft", Box::new(())).unwrap();
+    let error = rig.objects.greet().unwrap_err();
+    assert_eq!(error.kind, RemoteError::Denied, "{error}");
+    let text = error.to_string();
+    assert!(text.contains("/sys/undercroft cannot be made"), "{text}");
+}
+
 /// Bytes that this process has caused storage to be read, not from the page cache.
 fn read_from_storage() -> u64 {
     let counters = std::fs::read_to_string("/proc/self/io").unwrap();

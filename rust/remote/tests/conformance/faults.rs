@@ -63,6 +63,7 @@ fn is_slow_or_damaged(proxy: &Proxy, rig: &mut Rig, segment: &Segment) {
 #[cfg(feature = "redis")]
 mod redis {
     use undercroft_core::remote::RemoteRequest;
+    use undercroft_remote::{Body, Health};
 
     use super::*;
     use crate::server::Redis;
@@ -154,6 +155,57 @@ mod redis {
             .map(|number| rig.put(&Segment::new(number), true))
             .collect();
         assert_eq!(results.last(), Some(&Err(RemoteError::Full)), "{results:?}");
+        let full = rig.objects.put("x", &Body::bytes(&[0; 1 << 20]), false);
+        let remedy = full.unwrap_err().advice();
+        // Redis removes objects itself.
+        assert!(
+            remedy.contains("maxmemory-policy") && !remedy.contains("gc"),
+            "{remedy}"
+        );
+    }
+
+    /// Otherwise the log of an engine would say again and again that the store fails, and that it works again.
+    #[test]
+    fn a_server_that_takes_no_writes_is_told_until_it_takes_one() {
+        let arguments = ["--maxmemory", "1mb", "--maxmemory-policy", "noeviction"];
+        let Some(server) = start(&arguments) else {
+            return;
+        };
+        let mut rig = Rig::new(&server.url(), Box::new(())).unwrap();
+        let segment = Segment::new(1);
+        assert_eq!(rig.put(&segment, true), Err(RemoteError::Full));
+        let last = rig.pool.as_ref().unwrap().last_result();
+        assert_eq!(rig.probe(vec![segment.key]), Ok(RemoteDone::Present(0)));
+        assert_eq!(rig.get_all(&segment), Err(RemoteError::NotFound));
+        let Health::Failed(error) = last.get() else {
+            panic!("the server is still full");
+        };
+        let said = error.to_string();
+        assert!(
+            said.starts_with("the store is full (writes only: "),
+            "{said}"
+        );
+        server.say("CONFIG SET maxmemory 0");
+        assert_eq!(rig.put(&segment, true), Ok(RemoteDone::Stored));
+        assert_eq!(last.get(), Health::Good);
+    }
+
+    #[test]
+    fn a_database_that_cannot_be_selected_is_told_with_the_remedy() {
+        let Some(server) = start(&["--requirepass", "hunter2"]) else {
+            return;
+        };
+        let refused = |url: &str| {
+            let rig = Rig::new(url, Box::new(())).unwrap();
+            rig.objects.greet().unwrap_err()
+        };
+        let denied = refused(&format!("redis://127.0.0.1:{}/1", server.port()));
+        assert_eq!(denied.kind, RemoteError::Denied, "{denied}");
+        assert!(denied.advice().contains("REDIS_PASSWORD"), "{denied}");
+        let Some(server) = start(&[]) else { return };
+        let missing = refused(&format!("redis://127.0.0.1:{}/99", server.port()));
+        assert!(missing.to_string().contains("out of range"), "{missing}");
+        assert!(missing.advice().contains("database"), "{missing}");
     }
 
     #[test]

@@ -12,9 +12,11 @@ fn a_build_without_a_kind_of_store_names_the_feature() {
         ("rediss://host/0", "remote-redis", cfg!(feature = "redis")),
     ] {
         let location = Location::parse(url).unwrap();
-        let opened = undercroft_remote::open(&location, Options::default());
-        let refused = opened.map_or_else(|error| error.to_string(), |_| String::new());
         let says_so = format!("{url}\": this undercroft was built without the feature {feature}");
-        assert_eq!(refused.contains(&says_so), !is_there, "{refused}");
+        for open in [undercroft_remote::open, undercroft_remote::open_for_engine] {
+            let opened = open(&location, Options::default());
+            let refused = opened.map_or_else(|error| error.to_string(), |_| String::new());
+            assert_eq!(refused.contains(&says_so), !is_there, "{refused}");
+        }
     }
 }

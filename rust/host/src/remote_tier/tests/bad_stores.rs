@@ -131,6 +131,44 @@ fn a_store_that_is_killed_is_used_again_once_it_is_back() {
     one.wait_for("reads recover", |one| one.hit(2) == WHOLE);
 }
 
+#[test]
+fn an_engine_starts_if_its_environment_is_wrong_and_says_what_is_wrong() {
+    child(
+        "remote_tier::tests::bad_stores::in_a_wrong_environment",
+        "",
+        &[
+            ("REDIS_PASSWORD_FILE", "/no/such/file"),
+            ("AWS_ENDPOINT_URL", "http://127.0.0.1:1"),
+            ("AWS_ALLOW_HTTP", "false"),
+            ("AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:1"),
+            ("AZURE_ALLOW_HTTP", "false"),
+        ],
+    );
+}
+
+/// The test above runs this in a process of its own.
+#[test]
+#[ignore = "a part of another test"]
+fn in_a_wrong_environment() {
+    for (url, variable) in [
+        ("redis://127.0.0.1:1/0", "REDIS_PASSWORD_FILE"),
+        ("s3://bucket/prefix", "AWS_ALLOW_HTTP"),
+        ("az://container/prefix", "AZURE_ALLOW_HTTP"),
+    ] {
+        let root = tempfile::tempdir().unwrap();
+        let host = host(root.path(), "one", url);
+        host.wait_for("the failure is told", |host| {
+            host.engine.info()["remote"]["health"] == "failed"
+        });
+        let said = &host.engine.info()["remote"];
+        assert!(said["fault"].as_str().unwrap().contains(variable), "{said}");
+        let remedy = said["advice"].as_str().unwrap();
+        assert!(remedy.contains("start vLLM again"), "{said}");
+        host.compute(1);
+        assert_eq!(host.hit(1), WHOLE, "host memory is not affected");
+    }
+}
+
 /// The same test with S3. The environment of a whole process names its endpoint.
 #[test]
 fn an_object_store_that_fails_costs_hits_and_is_used_again() {
