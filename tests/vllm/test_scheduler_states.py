@@ -218,3 +218,26 @@ def test_a_hit_that_lacks_states_begins_no_lookup_anew(llama: Path) -> None:
         one.run()
         assert one.outputs["same"] == continuation(same, 4)
         assert one.cached["same"] == BLOCK
+
+
+def test_a_request_that_waited_for_a_load_uses_blocks_that_lack_states(llama: Path) -> None:
+    """Another request has loaded the first blocks, and only the tiers hold the state that ends the hit."""
+    faults: dict[str, float] = {}
+    shared = prompt(3, 1)[: 3 * BLOCK]
+    first, second = (shared + prompt(2, seed) for seed in (2, 3))
+    with vllm(
+        llama, OPTIONS, random.Random(0), kinds="sf", max_model_len=320, max_num_batched_tokens=256, faults=faults
+    ) as one:
+        for name, ids in (("a", first), ("b", second)):
+            one.add(name, ids, 1)
+            forget_device(one)
+        faults["delay"] = 1.0
+        one.add("first", first, 4)
+        one.add("second", second, 4)
+        for _ in range(3):
+            one.step()
+        faults["delay"] = 0.0
+        one.run()
+        assert one.outputs["first"] == continuation(first, 4)
+        assert one.outputs["second"] == continuation(second, 4)
+        assert (one.cached["first"], one.cached["second"]) == (5 * BLOCK, 2 * BLOCK)

@@ -87,8 +87,7 @@ class RequestState:
         return lost
 
     def is_asked_below(self, tokens: int) -> bool:
-        """Whether a question is open that counts from fewer tokens than these. A lookup from other tokens would begin
-        the open question's reads and checks anew, and the next question would begin the other's: neither would end."""
+        """Whether a question is open that counts from fewer tokens than these."""
         return self.asked_at is not None and self.num_computed_tokens < tokens
 
     def load_ended(self, *, ok: bool) -> None:

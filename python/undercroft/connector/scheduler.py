@@ -493,8 +493,13 @@ class SchedulerConnector:
         try:
             state = self._state(request)
             limit = self._groups.align(request.num_tokens - 1)
-            if state.lookup_failed or limit <= local_tokens or state.is_asked_below(local_tokens):
+            if state.lookup_failed or limit <= local_tokens:
                 return False
+            if state.is_asked_below(local_tokens):
+                # A lookup from other tokens would begin the open question's reads and checks anew, and the next
+                # question would begin the other's: neither would end. The open question's answer decides.
+                answer = self._look_up(state, state.num_computed_tokens, state.limit)
+                return not answer.pending and answer.tokens - local_tokens >= self._least
             state.min_tokens = self._min_tokens(request)
             answer = self._look_up(state, local_tokens, limit)
             return answer.pending or answer.tokens - local_tokens >= self._least
