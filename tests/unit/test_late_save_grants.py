@@ -93,6 +93,16 @@ def test_a_reset_lets_go_at_once_and_the_slots_are_given_back():
     assert world.session.reserved == {}
 
 
+def test_a_save_that_is_dropped_before_its_grant_does_not_count_as_saved():
+    world = World()
+    asked(world)
+    world.connector._saves.invalidate(set(world.tables["a"][0]))
+    world.session.is_slow = False
+    assert world.step().saves == []
+    state = world.connector._requests["a"]
+    assert (state.saved_tokens, state.windows_kept, state.save_refused) == (0, 0, True)
+
+
 def test_a_server_that_does_not_answer_keeps_no_blocks(monkeypatch: pytest.MonkeyPatch):
     world = World()
     asked(world)

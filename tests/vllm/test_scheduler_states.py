@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modelled_vllm import BLOCK, Vllm, continuation, vllm
+from undercroft.connector.saves import Saves
 
 pytestmark = pytest.mark.vllm
 
@@ -241,3 +244,96 @@ def test_a_request_that_waited_for_a_load_uses_blocks_that_lack_states(llama: Pa
         assert one.outputs["first"] == continuation(first, 4)
         assert one.outputs["second"] == continuation(second, 4)
         assert (one.cached["first"], one.cached["second"]) == (5 * BLOCK, 2 * BLOCK)
+
+
+@pytest.fixture
+def slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines can limit the rate of their reads."""
+    from undercroft import engine
+
+    options_of = engine.engine_options
+    monkeypatch.setattr(
+        engine, "engine_options", lambda *args, **more: options_of(*args, **more) | {"inject_faults": True}
+    )
+
+
+def disk_options(directory: Path) -> dict[str, Any]:
+    return {"host_memory": "16MiB", "disk_path": str(directory / "disk"), "disk_capacity": "64MiB"}
+
+
+def test_a_late_answer_for_a_hit_without_states_begins_no_reads_anew(
+    llama: Path, tmp_path: Path, slow_reads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory holds a part of the hit above the device's 4 blocks. The disk would bring the rest after 6 seconds."""
+    ids = prompt(16, 1)
+    options = {
+        **disk_options(tmp_path),
+        "promotion_wait": {"base_ms": 50, "per_1k_tokens_ms": 0},
+        "min_load_tokens": 1,
+        "early_prefetch": False,
+    }
+    more: dict[str, Any] = {"kinds": "sf", "max_model_len": 320, "max_num_batched_tokens": 256}
+    with vllm(llama, options, random.Random(0), **more) as one:
+        for name, blocks in (("short", 6), ("all", 16)):
+            one.add(name, [*ids[: blocks * BLOCK], 1, 2, 3], 1)
+            one.run()
+        assert one.scheduler.connector._engine.flush(10.0)
+    with vllm(llama, options, random.Random(0), **more) as one:
+        engine = one.scheduler.connector._engine
+        one.add("short", [*ids[: 6 * BLOCK], 1, 2, 3], 1)
+        forget_device(one)
+        one.add("long", [*ids[: 4 * BLOCK], *[9] * (2 * BLOCK), 7], 1).skip_reading_prefix_cache = True
+        one.run()
+        assert engine.limit_reads(8_000.0)
+        one.add("same", ids, 4)
+        begin = time.monotonic()
+        while not one.outputs["same"]:
+            one.step()
+            assert time.monotonic() < begin + 2, "the reads began anew"
+        engine.limit_reads(None)
+        one.run()
+        assert one.outputs["same"] == continuation(ids, 4)
+        assert one.cached["same"] == 2 * BLOCK
+
+
+def test_the_devices_blocks_without_states_cost_no_hit_of_the_tiers(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiers hold a block more than the device. This block alone is not worth its load."""
+    ids = prompt(8, 1)
+    more: dict[str, Any] = {"kinds": "sf", "max_model_len": 320, "max_num_batched_tokens": 256}
+    with vllm(llama, disk_options(tmp_path), random.Random(0), **more) as one:
+        one.add("same", ids, 1)
+        one.run()
+        assert one.scheduler.connector._engine.flush(10.0)
+    with vllm(llama, disk_options(tmp_path), random.Random(0), **more) as one:
+        monkeypatch.setattr(Saves, "begin", lambda *args: [])
+        one.add("long", [*ids[: 7 * BLOCK], *[9] * (2 * BLOCK), 7], 1).skip_reading_prefix_cache = True
+        one.run()
+        one.add("same", ids, 4)
+        one.run()
+        assert one.outputs["same"] == continuation(ids, 4)
+        assert one.cached["same"] == 8 * BLOCK
+
+
+def test_a_local_hit_that_ends_inside_a_block_is_completed_in_each_pass(
+    llama: Path, tmp_path: Path, slow_reads: None
+) -> None:
+    """vLLM then asks from the begin of this block."""
+    ids = prompt(8, 1)
+    options = {**disk_options(tmp_path), "promotion_wait": "complete", "min_load_tokens": 1}
+    more: dict[str, Any] = {"kinds": "sf", "max_model_len": 320, "max_num_batched_tokens": 256}
+    with vllm(llama, options, random.Random(0), **more) as one:
+        one.add("same", ids, 1)
+        one.run()
+        assert one.scheduler.connector._engine.flush(10.0)
+    with vllm(llama, options, random.Random(0), **more) as one:
+        engine, half = one.scheduler.connector._engine, one.scheduler.connector._scheduler
+        assert engine.limit_reads(8_000.0)
+        request = one.add("same", ids, 4)
+        for _ in range(3):
+            assert half._completes(request, 2 * BLOCK + 8)
+            assert half.get_num_new_matched_tokens(request, 2 * BLOCK) == (None, False)
+        engine.limit_reads(None)
+        one.run()
+        assert one.outputs["same"] == continuation(ids, 4)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from undercroft._core import Lookup
     from undercroft.connector.offers import BoundaryState
     from undercroft.request_params import LookupParams
 
@@ -44,6 +45,10 @@ class RequestState:
     load_wait_since: float | None = None
     """Time at which the open question first waited for another request's load (seconds of a monotonic clock); None if
     it has not waited."""
+    waits_for_load: bool = False
+    """Whether the open question was last answered and waits for another request's load only."""
+    found: tuple[int, Lookup] | None = None
+    """The answer that vLLM's next question gets, with the tokens from which it counts."""
     counted_for: int = -1
     """The request's number of preemptions when its answer was last counted: each preemption's answer counts once."""
     lookup_failed: bool = False
@@ -81,14 +86,21 @@ class RequestState:
         """The scheduler asks. Returns whether the request has lost its device blocks since the last question."""
         self.num_computed_tokens = num_computed_tokens
         self.epoch = epoch
-        self.ran = self.is_loaded = False
+        self.ran = self.is_loaded = self.waits_for_load = False
         self.unread_tokens = 0
         lost, self.lost_blocks = self.lost_blocks, False
         return lost
 
-    def is_asked_below(self, tokens: int) -> bool:
-        """Whether a question is open that counts from fewer tokens than these."""
-        return self.asked_at is not None and self.num_computed_tokens < tokens
+    def take_found(self, num_computed_tokens: int) -> Lookup | None:
+        """The answer that is `found` for these tokens. A second lookup would begin the reads and checks anew that the
+        first one has ended."""
+        found, self.found = self.found, None
+        return None if found is None or found[0] != num_computed_tokens else found[1]
+
+    def is_read_below(self, tokens: int) -> bool:
+        """Whether a question from fewer tokens than these waits for reads or checks. A lookup from other tokens would
+        begin both anew, and the next question would begin the other's: neither would end."""
+        return self.asked_at is not None and self.num_computed_tokens < tokens and not self.waits_for_load
 
     def load_ended(self, *, ok: bool) -> None:
         """A load of the request has ended."""

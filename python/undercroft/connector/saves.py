@@ -255,7 +255,8 @@ class Saves:
 
     def _granted(self, save: _Pending, grant: SaveGrant) -> SaveResult:
         copies: list[GroupCopy] = []
-        refused = grant.refused
+        # The blocks of an abandoned save are saved later, if the request still holds them.
+        refused = grant.refused or save.abandoned
         try:
             if grant.extents and not save.abandoned:
                 found = [_group_copy(self._groups, extent, save.tables, save.states) for extent in grant.extents]

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from undercroft import compat, request_params, vllm_patches
+from undercroft.connector.kept_boundaries import kept_boundaries
 from undercroft.connector.loads import LoadPlan, plan_load
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.connector.offers import BoundaryState
@@ -153,6 +154,7 @@ class SchedulerConnector:
         vLLM may ask any number of times for the same request, so a call does nothing irrevocable.
         """
         state = self._state(request)
+        found = state.take_found(num_computed_tokens)
         if state.ask(num_computed_tokens, self._epoch) and self._waiting_loads.may_requeue:
             return None, False
         if state.lookup_failed or request.skip_reading_prefix_cache:
@@ -166,7 +168,7 @@ class SchedulerConnector:
             state.asked_at, state.limit = time.perf_counter(), limit
             self.steps.computed(state, num_computed_tokens)
             state.min_tokens = self._min_tokens(request)
-        boundary = self._boundary(state, num_computed_tokens)
+        boundary = self._boundary(state, num_computed_tokens, found)
         if boundary is None:
             if time.perf_counter() - state.asked_at < LOOKUP_DEADLINE_S:
                 state.deferred = True
@@ -176,6 +178,7 @@ class SchedulerConnector:
         if gain < self._least:
             gain = 0
         elif self._waits_for_load(state, num_computed_tokens, boundary):
+            state.waits_for_load = True
             return None, False
         if state.counted_for != request.num_preemptions and not state.lookup_failed:
             state.counted_for = request.num_preemptions
@@ -405,10 +408,13 @@ class SchedulerConnector:
             self.steps.arrived(state)
         return state
 
-    def _boundary(self, state: RequestState, num_computed_tokens: int) -> int | None:
-        """End of the tokens that can be loaded; ``num_computed_tokens`` if there are none; None while it is pending."""
+    def _boundary(self, state: RequestState, num_computed_tokens: int, found: Lookup | None) -> int | None:
+        """End of the tokens that can be loaded; ``num_computed_tokens`` if there are none; None while it is pending.
+
+        ``found``: the answer, if it is known.
+        """
         request, limit, lookup = state.request, state.limit, state.lookup
-        answer = self._look_up(state, num_computed_tokens, limit)
+        answer = self._look_up(state, num_computed_tokens, limit) if found is None else found
         if answer.pending:
             if not lookup.blocking:
                 return None
@@ -492,17 +498,18 @@ class SchedulerConnector:
         """Whether a load can extend a local hit of full attention whose states are not all on the device."""
         try:
             state = self._state(request)
-            limit = self._groups.align(request.num_tokens - 1)
-            if state.lookup_failed or limit <= local_tokens:
+            state.found = None
+            # vLLM then asks from the block in which the local hit ends.
+            asked = local_tokens - local_tokens % self._groups.engine_block_size
+            limit = self._groups.align(request.num_tokens - 1) if state.asked_at is None else state.limit
+            if state.lookup_failed or limit <= local_tokens or state.is_read_below(asked):
                 return False
-            if state.is_asked_below(local_tokens):
-                # A lookup from other tokens would begin the open question's reads and checks anew, and the next
-                # question would begin the other's: neither would end. The open question's answer decides.
-                answer = self._look_up(state, state.num_computed_tokens, state.limit)
-                return not answer.pending and answer.tokens - local_tokens >= self._least
             state.min_tokens = self._min_tokens(request)
-            answer = self._look_up(state, local_tokens, limit)
-            return answer.pending or answer.tokens - local_tokens >= self._least
+            answer = self._look_up(state, asked, limit)
+            if not answer.pending and answer.tokens - local_tokens < self._least:
+                return False
+            state.found = asked, answer
+            return True
         except Exception as error:
             self._report("get_computed_blocks_for_connector", error)
             return False
@@ -517,29 +524,6 @@ class SchedulerConnector:
         if state.shared_boundary and self._groups.has_states:
             # vLLM then ends a step at this boundary, so that its state exists and can be saved.
             vllm_patches.end_step_at(request, state.shared_boundary)
-
-    def _kept_boundaries(self, state: RequestState, end: int, finished: bool) -> set[int]:
-        """Boundaries up to ``end`` tokens where a later hit may end and whose windows have not been saved before."""
-        if not self._groups.has_windows:
-            return set()
-        request, align = state.request, self._groups.align
-        begin = state.windows_kept
-        # A hit of an equal prompt ends before its last token. A hit of a longer prompt may end after it.
-        ends = {align(request.num_prompt_tokens - 1), align(request.num_prompt_tokens)}
-        ends |= {
-            state.shared_boundary,
-            align(getattr(request, "shared_prefix_boundary", 0)),
-            align(state.num_computed_tokens),
-        }
-        if finished:
-            ends.add(align(end))
-        if interval := align(self._config.state_interval_tokens + self._groups.alignment - 1):
-            ends.update(range((begin // interval + 1) * interval, end + 1, interval))
-        if dropped := self._groups.dropped_tokens:
-            # With a draft, a hit ends `dropped` tokens before its cached prefix does.
-            ends |= {boundary - dropped for boundary in ends}
-        kept = {boundary for boundary in ends if begin < boundary <= end}
-        return kept | {align(end)} if finished and align(end) else kept
 
     def complete_hashes(self, request: Request, computed_tokens: int) -> int:
         """Number of the engine's blocks that are complete on the device after ``computed_tokens``.
@@ -570,7 +554,9 @@ class SchedulerConnector:
         num_tokens = num_hashes * self._groups.engine_block_size
         try:
             if num_hashes:
-                boundaries = self._kept_boundaries(state, num_tokens, finished)
+                boundaries = kept_boundaries(
+                    state, self._groups, num_tokens, self._config.state_interval_tokens, finished=finished
+                )
                 results = self._saves.begin(
                     request.request_id, request.block_hashes, num_tokens, tables, boundaries, states, state.saved_tokens
                 )
