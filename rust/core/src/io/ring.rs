@@ -196,7 +196,10 @@ impl Ring {
 
     /// Deregisters all buffers: the kernel would continue to use their old pages where the arena gets new pages.
     fn unregister_regions(&mut self) -> io::Result<()> {
-        for index in 0..self.registered().div_ceil(REGION) {
+        let registered = self.registered();
+        // After a failure in the middle, transfers pin their own pages.
+        self.regions = Regions::Refused { registered: 0 };
+        for index in 0..registered.div_ceil(REGION) {
             let nothing = [libc::iovec {
                 iov_base: std::ptr::null_mut(),
                 iov_len: 0,
@@ -205,7 +208,6 @@ impl Ring {
             // SAFETY: no memory is registered.
             unsafe { submitter.register_buffers_update(index as u32, &nothing, None) }?;
         }
-        self.regions = Regions::Refused { registered: 0 };
         Ok(())
     }
 
@@ -214,6 +216,11 @@ impl Ring {
         let arena = Arc::clone(&self.arena);
         // If another process has pinned the arena, the buffers stay registered.
         let release = arena.begin_release(offset, len)?;
+        // The kernel looks a transfer's buffer up when the transfer is submitted, and fails the transfer without it.
+        self.submit()?;
+        if !self.ring.submission().is_empty() {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
         self.unregister_regions()?;
         release.finish()
     }
@@ -465,6 +472,18 @@ mod tests {
         assert_eq!(ring.region_of(2 * REGION, 4096), Some(2));
     }
 
+    /// A read of seven everywhere into this place of an arena. The first file of the ring is the arena itself.
+    fn read_of(arena: &Arena, offset: u64) -> RingTransfer {
+        arena.write(8192, &[7; 4096]).unwrap();
+        RingTransfer {
+            reading: true,
+            file: 0,
+            file_offset: 8192,
+            buffer: Buffer::Arena(offset),
+            len: 4096,
+        }
+    }
+
     #[test]
     fn a_release_unregisters_the_buffers_and_a_refused_release_keeps_them() {
         if let Err(reason) = crate::io::probe_io_uring() {
@@ -478,18 +497,17 @@ mod tests {
         assert!(ring.release_memory(0, 4096).is_err());
         assert_eq!(ring.registered(), registered);
         drop(pinner);
+        ring.push_transfer(read_of(&arena, 1 << 20), 0);
         ring.release_memory(0, 4096).unwrap();
         assert_eq!(ring.registered(), 0);
-        // A read comes to the new page: the first file of the ring is the arena itself.
-        arena.write(8192, &[7; 4096]).unwrap();
-        let transfer = RingTransfer {
-            reading: true,
-            file: 0,
-            file_offset: 8192,
-            buffer: Buffer::Arena(0),
-            len: 4096,
-        };
-        ring.push_transfer(transfer, 1);
+        ring.enter(None).unwrap();
+        assert_eq!(
+            ring.reap(),
+            Some((0, Ok(4096))),
+            "queued before the release"
+        );
+        // A read comes to the new page.
+        ring.push_transfer(read_of(&arena, 0), 1);
         ring.enter(None).unwrap();
         assert_eq!(ring.reap(), Some((1, Ok(4096))));
         assert!(arena.read(0, 4096).unwrap() == [7; 4096]);
