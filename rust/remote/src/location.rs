@@ -49,6 +49,9 @@ const BUCKET: &str = "the name of a bucket or container has letters, digits, '-'
      are set in the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and so is the store's address, such \
      as AWS_ENDPOINT_URL. Allowed: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix";
 
+const PORT: &str = "a port that is no number up to 65535. Set a password in the environment, such as REDIS_PASSWORD. \
+     Allowed: redis://host:6379/0, rediss://host:6379/0, mooncake://host:50051/prefix";
+
 /// A URL or a store's configuration cannot be used. The message names the URL, the allowed forms and the remedy. It
 /// never has a password.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -137,6 +140,11 @@ impl Location {
             path: path.to_owned(),
             query: query.to_owned(),
         };
+        let refused = |reason: &str| match reason {
+            // The port may be a password, so that it is not shown.
+            PORT => LocationError(format!("remote is \"{}://...\": {PORT}", scheme.name())),
+            reason => refused(reason),
+        };
         if *scheme == Scheme::Mooncake {
             MooncakePlace::of(&found).map_err(|error| refused(&error))?;
         }
@@ -212,12 +220,7 @@ fn redis_server(text: &str) -> Result<(String, u16), &'static str> {
 pub(crate) fn host_and_port(text: &str, port: u16) -> Result<(String, u16), &'static str> {
     let (host, port) = match text.rsplit_once(':') {
         // An IPv6 address without a port ends with its bracket.
-        Some((host, named)) if !named.ends_with(']') => (
-            host,
-            named
-                .parse()
-                .map_err(|_| "a port that is no number up to 65535")?,
-        ),
+        Some((host, named)) if !named.ends_with(']') => (host, named.parse().map_err(|_| PORT)?),
         _ => (text, port),
     };
     match host.trim_matches(['[', ']']) {
@@ -295,7 +298,6 @@ mod tests {
             "s3:///prefix",
             "s3://bucket/a//b",
             "s3://bucket/../b",
-            "redis://host:port",
             "redis://host/name",
             "redis://a:7000,,b:7000",
             "redis://a:7000,:7001",
@@ -325,12 +327,17 @@ mod tests {
             "redis://user:1/0/hunter2@host",
             "file://user:hunter2@host/path",
             "s3:/AKIA:hunter2@bucket",
+            "redis://:hunter2/0",
+            "rediss://user:hunter2",
+            "mooncake://h:hunter2/p",
+            "mooncake://h/p?admin=h:hunter2",
         ] {
             let text = refused(url);
             assert!(!text.contains("hunter2"), "{text}");
         }
         assert!(refused("redis://:hunter2@host").contains("REDIS_PASSWORD"));
         assert!(refused("s3://AKIA:hunter2/p").contains("AWS_SECRET_ACCESS_KEY"));
+        assert!(refused("redis://:hunter2/0").contains("REDIS_PASSWORD"));
         let parameters = refused("s3://bucket/a?region=x");
         assert!(parameters.contains("AWS_ENDPOINT_URL"), "{parameters}");
         let path = "file:///mnt/a@b?c";

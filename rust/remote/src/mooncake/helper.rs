@@ -13,7 +13,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -212,8 +212,15 @@ impl Helper {
 
     /// Ends the process. Operations that it has not answered fail.
     pub(super) fn end(&self) {
+        let mut child = match self.child.try_lock() {
+            Ok(child) => child,
+            Err(TryLockError::Poisoned(child)) => child.into_inner(),
+            // Whoever holds the lock has killed the process, and may wait long for its end: the kernel first frees the
+            // memory that the process lends.
+            Err(TryLockError::WouldBlock) => return,
+        };
         // An error means that the process has ended already.
-        let _ = locked(&self.child).kill();
+        let _ = child.kill();
     }
 
     /// Lets the process disconnect from the store, and ends the process if this takes long.
@@ -358,6 +365,23 @@ mod tests {
             assert!(error.detail.contains("starting"), "{error}");
             helper.end();
         }
+    }
+
+    #[test]
+    fn nobody_waits_for_the_end_of_a_process_that_ends_late() {
+        let (helper, _place) = start(0, "");
+        let helper = helper.unwrap();
+        helper.end();
+        // Like the thread that waits for the end.
+        let waiting = locked(&helper.child);
+        let other = Arc::clone(&helper);
+        let (done, ended) = channel();
+        std::thread::spawn(move || {
+            other.end();
+            done.send(())
+        });
+        ended.recv_timeout(PATIENCE).unwrap();
+        drop(waiting);
     }
 
     /// Number of this process's threads that serve helpers.
