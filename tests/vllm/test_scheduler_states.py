@@ -14,6 +14,8 @@ from undercroft.connector.saves import Saves
 
 pytestmark = pytest.mark.vllm
 
+STATES: dict[str, Any] = {"kinds": "sf", "max_model_len": 320, "max_num_batched_tokens": 256}
+"""A hybrid model whose prompts take one step."""
 OPTIONS = {"host_memory": "16MiB", "promotion_wait": "complete", "min_load_tokens": 1}
 
 
@@ -211,7 +213,7 @@ def test_a_hit_that_lacks_states_begins_no_lookup_anew(llama: Path) -> None:
     """The device holds 2 blocks of the prompt without a state, and the tiers hold a state after the first block."""
     ids = prompt(6, 1)
     options = {**OPTIONS, "verify_host": True}
-    with vllm(llama, options, random.Random(0), kinds="sf", max_model_len=320, max_num_batched_tokens=256) as one:
+    with vllm(llama, options, random.Random(0), **STATES) as one:
         one.add("short", [*ids[:BLOCK], 1, 2, 3], 1)
         forget_device(one)
         one.add("long", ids, 1).skip_reading_prefix_cache = True
@@ -228,9 +230,7 @@ def test_a_request_that_waited_for_a_load_uses_blocks_that_lack_states(llama: Pa
     faults: dict[str, float] = {}
     shared = prompt(3, 1)[: 3 * BLOCK]
     first, second = (shared + prompt(2, seed) for seed in (2, 3))
-    with vllm(
-        llama, OPTIONS, random.Random(0), kinds="sf", max_model_len=320, max_num_batched_tokens=256, faults=faults
-    ) as one:
+    with vllm(llama, OPTIONS, random.Random(0), faults=faults, **STATES) as one:
         for name, ids in (("a", first), ("b", second)):
             one.add(name, ids, 1)
             forget_device(one)
@@ -272,13 +272,12 @@ def test_a_late_answer_for_a_hit_without_states_begins_no_reads_anew(
         "min_load_tokens": 1,
         "early_prefetch": False,
     }
-    more: dict[str, Any] = {"kinds": "sf", "max_model_len": 320, "max_num_batched_tokens": 256}
-    with vllm(llama, options, random.Random(0), **more) as one:
+    with vllm(llama, options, random.Random(0), **STATES) as one:
         for name, blocks in (("short", 6), ("all", 16)):
             one.add(name, [*ids[: blocks * BLOCK], 1, 2, 3], 1)
             one.run()
         assert one.scheduler.connector._engine.flush(10.0)
-    with vllm(llama, options, random.Random(0), **more) as one:
+    with vllm(llama, options, random.Random(0), **STATES) as one:
         engine = one.scheduler.connector._engine
         one.add("short", [*ids[: 6 * BLOCK], 1, 2, 3], 1)
         forget_device(one)
@@ -301,12 +300,11 @@ def test_the_devices_blocks_without_states_cost_no_hit_of_the_tiers(
 ) -> None:
     """The tiers hold a block more than the device. This block alone is not worth its load."""
     ids = prompt(8, 1)
-    more: dict[str, Any] = {"kinds": "sf", "max_model_len": 320, "max_num_batched_tokens": 256}
-    with vllm(llama, disk_options(tmp_path), random.Random(0), **more) as one:
+    with vllm(llama, disk_options(tmp_path), random.Random(0), **STATES) as one:
         one.add("same", ids, 1)
         one.run()
         assert one.scheduler.connector._engine.flush(10.0)
-    with vllm(llama, disk_options(tmp_path), random.Random(0), **more) as one:
+    with vllm(llama, disk_options(tmp_path), random.Random(0), **STATES) as one:
         monkeypatch.setattr(Saves, "begin", lambda *args: [])
         one.add("long", [*ids[: 7 * BLOCK], *[9] * (2 * BLOCK), 7], 1).skip_reading_prefix_cache = True
         one.run()
@@ -322,12 +320,11 @@ def test_a_local_hit_that_ends_inside_a_block_is_completed_in_each_pass(
     """vLLM then asks from the begin of this block."""
     ids = prompt(8, 1)
     options = {**disk_options(tmp_path), "promotion_wait": "complete", "min_load_tokens": 1}
-    more: dict[str, Any] = {"kinds": "sf", "max_model_len": 320, "max_num_batched_tokens": 256}
-    with vllm(llama, options, random.Random(0), **more) as one:
+    with vllm(llama, options, random.Random(0), **STATES) as one:
         one.add("same", ids, 1)
         one.run()
         assert one.scheduler.connector._engine.flush(10.0)
-    with vllm(llama, options, random.Random(0), **more) as one:
+    with vllm(llama, options, random.Random(0), **STATES) as one:
         engine, half = one.scheduler.connector._engine, one.scheduler.connector._scheduler
         assert engine.limit_reads(8_000.0)
         request = one.add("same", ids, 4)
