@@ -73,6 +73,7 @@ class SaveResult:
 
     request_id: str
     num_tokens: int
+    """The tokens whose blocks were asked for; 0 if the save was abandoned."""
     refused: bool
     """Whether blocks were left out for which slots may be requested again."""
     job: TransferJob | None
@@ -255,8 +256,7 @@ class Saves:
 
     def _granted(self, save: _Pending, grant: SaveGrant) -> SaveResult:
         copies: list[GroupCopy] = []
-        # The blocks of an abandoned save are saved later, if the request still holds them.
-        refused = grant.refused or save.abandoned
+        refused = grant.refused
         try:
             if grant.extents and not save.abandoned:
                 found = [_group_copy(self._groups, extent, save.tables, save.states) for extent in grant.extents]
@@ -279,7 +279,8 @@ class Saves:
             self._drop_slots(grant.transfer_id)
         self._unpin(save)
         job = TransferJob(grant.transfer_id, save.request_id, grant.session, copies) if copies else None
-        return SaveResult(save.request_id, save.num_tokens, refused, job)
+        # An abandoned save has saved nothing: its windows are offered again.
+        return SaveResult(save.request_id, 0 if save.abandoned else save.num_tokens, refused, job)
 
     def _candidates(self, save: _Pending, offers: Iterable[Offer], saved_tokens: int) -> list[int]:
         """Device blocks that the save may copy."""
