@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,9 @@ def test_a_session_with_streaming_input_leaves_no_kv_of_drafts(llama: Path, monk
             session = one.add("session", first, 3, resumable=True)
             while len(one.outputs["session"]) < 3:
                 one.step()
-            assert session.num_computed_tokens > session.num_tokens, "vLLM has mended it: save sessions again"
+            # vLLM 0.33 counts no drafts after the end of a turn.
+            is_counted = importlib.util.find_spec("vllm.v1.core.kv_cache_planning") is None
+            assert (session.num_computed_tokens > session.num_tokens) == is_counted
             one.add("session", second, 1, resumable=True)
             while len(one.outputs["session"]) < 4:
                 one.step()
@@ -264,7 +266,7 @@ def disk_options(directory: Path) -> dict[str, Any]:
 def test_a_late_answer_for_a_hit_without_states_begins_no_reads_anew(
     llama: Path, tmp_path: Path, slow_reads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory holds a part of the hit above the device's 4 blocks. The disk would bring the rest after 6 seconds."""
+    """Memory holds a part of the hit above the device's 4 blocks. The disk brings the rest late."""
     ids = prompt(16, 1)
     options = {
         **disk_options(tmp_path),
@@ -284,15 +286,16 @@ def test_a_late_answer_for_a_hit_without_states_begins_no_reads_anew(
         one.add("long", [*ids[: 4 * BLOCK], *[9] * (2 * BLOCK), 7], 1).skip_reading_prefix_cache = True
         one.run()
         assert engine.limit_reads(8_000.0)
+        half, answers = one.scheduler.connector._scheduler, []
+        look_up = half._look_up
+        monkeypatch.setattr(half, "_look_up", lambda *args: answers.append(look_up(*args)) or answers[-1])
         one.add("same", ids, 4)
-        begin = time.monotonic()
         while not one.outputs["same"]:
             one.step()
-            assert time.monotonic() < begin + 2, "the reads began anew"
         engine.limit_reads(None)
         one.run()
         assert one.outputs["same"] == continuation(ids, 4)
-        assert one.cached["same"] == 2 * BLOCK
+        assert [answer.pending for answer in answers].index(False) == len(answers) - 1
 
 
 def test_the_devices_blocks_without_states_cost_no_hit_of_the_tiers(
@@ -300,11 +303,12 @@ def test_the_devices_blocks_without_states_cost_no_hit_of_the_tiers(
 ) -> None:
     """The tiers hold a block more than the device. This block alone is not worth its load."""
     ids = prompt(8, 1)
-    with vllm(llama, disk_options(tmp_path), random.Random(0), **STATES) as one:
+    options = {**disk_options(tmp_path), "promotion_wait": "complete"}
+    with vllm(llama, options, random.Random(0), **STATES) as one:
         one.add("same", ids, 1)
         one.run()
         assert one.scheduler.connector._engine.flush(10.0)
-    with vllm(llama, disk_options(tmp_path), random.Random(0), **STATES) as one:
+    with vllm(llama, options, random.Random(0), **STATES) as one:
         monkeypatch.setattr(Saves, "begin", lambda *args: [])
         one.add("long", [*ids[: 7 * BLOCK], *[9] * (2 * BLOCK), 7], 1).skip_reading_prefix_cache = True
         one.run()
