@@ -317,7 +317,9 @@ fn an_engine_starts_before_its_file_system_is_mounted_and_uses_it_afterwards() {
         host.hit(1);
         walk(&mount).len() == 4
     });
-    assert_eq!(host.engine.info()["remote"]["health"], "good");
+    host.wait_for("the store is there", |host| {
+        host.engine.info()["remote"]["health"] == "good"
+    });
     let other = Host::start(root.path(), "other", |config| {
         config.remote.clone_from(&url);
     });
