@@ -42,6 +42,7 @@ FOREIGN = {"LOAD", "LOOKUP", "SAVE", "PyO3"} | {
     "MAX_JOBS",
     "PYTHONHASHSEED",
     "PYTORCH_CUDA_ALLOC_CONF",
+    "TieringOffloadingSpec",
     "VLLM_KV_CACHE_LAYOUT",
     "VLLM_PLUGINS",
     "XDG_RUNTIME_DIR",
@@ -63,6 +64,7 @@ FOREIGN = {"LOAD", "LOOKUP", "SAVE", "PyO3"} | {
     "metrics_path",
     "prefix_cache_retention_interval",
     "request_finished",
+    "spec_module_path",
     "swap_blocks_batch",
     "vllm_undercroft_",
 }
