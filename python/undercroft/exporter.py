@@ -1,4 +1,5 @@
-"""A shared server's metrics over HTTP in Prometheus' format. `undercroft.metrics` has their names."""
+"""A shared server's metrics over HTTP in Prometheus' format, and whether it serves. `undercroft.metrics` has the names
+of the metrics."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
+from undercroft._core import ServerError, server_status
 from undercroft.engine import io_engine
 from undercroft.log import logger
 from undercroft.metrics import BUILD_HELP, IO_ENGINE_HELP, IO_ENGINES, METRICS, PREFIX, SERVER_METRICS
@@ -29,6 +31,8 @@ CONNECTIONS_MAX = 16
 # Longest time of one read or write of a peer, and of its whole request.
 REQUEST_TIMEOUT_S = 5.0
 CONNECTION_TIMEOUT_S = 10.0
+# A server that does not answer for this long counts as stuck. Probes wait longer.
+HEALTH_TIMEOUT_S = 2.0
 
 
 class EngineCollector(Collector):
@@ -65,12 +69,30 @@ class _Handler(MetricsHandler):
     """Answers the one request of a connection."""
 
     timeout = REQUEST_TIMEOUT_S
+    page: Page
 
     def do_GET(self) -> None:  # noqa: N802
-        """Answer in the text format, even if the client accepts OpenMetrics. There prometheus_client 0.26 writes
-        "vllm_" for "vllm:", and no rule or dashboard finds the series."""
+        """Answer ``/metrics`` and ``/health``."""
+        path = self.path.partition("?")[0]
+        if path not in ("/metrics", "/health"):
+            return self._say(404, "this server has /metrics and /health")
+        trouble = self.page.trouble() if path == "/health" else self.page.unopened()
+        if trouble:
+            return self._say(503, trouble)
+        if path == "/health":
+            return self._say(200, "serves")
+        # The text format, even if the client accepts OpenMetrics. There prometheus_client 0.26 writes "vllm_" for
+        # "vllm:", and no rule or dashboard finds the series.
         del self.headers["Accept"]
-        super().do_GET()
+        return super().do_GET()
+
+    def _say(self, code: int, text: str) -> None:
+        body = f"{text}\n".encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_error(self, format: str, *args: object) -> None:
         """Log nothing: any process may connect and send anything."""
@@ -129,16 +151,41 @@ class _MetricsServer(ThreadingMixIn, HTTPServer):
             request.shutdown(socket.SHUT_RDWR)
 
 
-def start(host: str, port: int, engine: Engine) -> int:
-    """Serve the engine's metrics on threads of their own. Returns the port, which the system chooses if ``port`` is 0.
+class Page:
+    """The addresses ``/metrics`` and ``/health``, on threads of their own.
 
-    Raises OSError if the address is not available.
+    Before the engine is open, both answer 503.
     """
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(engine))
-    try:
-        server = _MetricsServer(host, port, _Handler.factory(registry))
-    except OSError as error:
-        raise OSError(f"metrics on {host} port {port}: {error.strerror}") from error
-    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
-    return int(server.server_port)
+
+    def __init__(self, host: str, port: int) -> None:
+        """Listen on ``port``, which the system chooses if it is 0. Raises OSError if the address is not available."""
+        self._registry = CollectorRegistry()
+        self._socket: str | None = None
+        handler = _Handler.factory(self._registry)
+        handler.page = self  # type: ignore[attr-defined]
+        try:
+            server = _MetricsServer(host, port, handler)
+        except OSError as error:
+            raise OSError(f"metrics on {host} port {port}: {error.strerror}") from error
+        self.port = int(server.server_port)
+        threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+
+    def opened(self, engine: Engine, socket_path: str) -> None:
+        """The engine is open, and its server listens at ``socket_path``."""
+        self._registry.register(EngineCollector(engine))
+        self._socket = socket_path
+
+    def unopened(self) -> str:
+        """A text if the engine is not open yet, else ""."""
+        return "" if self._socket else "the engine is not open yet"
+
+    def trouble(self) -> str:
+        """Why the server does not serve; "" if it does. Asks like a client: the answer needs the server's thread and
+        the engine."""
+        if not self._socket:
+            return self.unopened()
+        try:
+            status = server_status(self._socket, HEALTH_TIMEOUT_S)
+        except ServerError as error:
+            return str(error)
+        return "" if status["stats"]["host_capacity_bytes"] else "the engine has failed"

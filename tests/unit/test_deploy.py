@@ -16,6 +16,7 @@ import yaml
 from undercroft.cli.check_config import read_extra_config
 from undercroft.cli.main import build_parser
 from undercroft.config import OPTIONS, UndercroftConfig
+from undercroft.exporter import HEALTH_TIMEOUT_S
 from undercroft.metrics import METRICS, PREFIX, SERVER_METRICS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -162,7 +163,11 @@ def test_images_and_probes_call_commands_that_exist() -> None:
     commands = [dockerfile("Dockerfile.serve", "ENTRYPOINT"), dockerfile("Dockerfile.serve", "HEALTHCHECK")]
     (daemon,) = [manifest for manifest in MANIFESTS if manifest["kind"] == "DaemonSet"]
     (server,) = daemon["spec"]["template"]["spec"]["containers"]
-    commands += [server[probe]["exec"]["command"] for probe in ("startupProbe", "livenessProbe")]
+    (metrics,) = [port["containerPort"] for port in server["ports"] if port["name"] == "metrics"]
+    for probe in (server["startupProbe"], server["livenessProbe"]):
+        assert probe["httpGet"] == {"path": "/health", "port": "metrics"}
+        assert probe["timeoutSeconds"] > HEALTH_TIMEOUT_S
+    assert build_parser("serve").parse_args(commands[0][1:]).metrics == ("0.0.0.0", metrics)
     unit = (DEPLOY / "undercroft.service").read_text()
     commands.append(re.search(r"^ExecStart=\S*/(undercroft .*)$", unit, re.MULTILINE)[1].split())
     for command in commands:

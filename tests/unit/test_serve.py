@@ -157,6 +157,12 @@ def test_what_the_operator_must_change_is_exit_code_2_and_named_as_it_was_writte
     assert not re.search(r"\d{7}", done.stderr), "sizes have the units in which they were given"
 
 
+def test_a_server_that_serves_is_healthy_over_http(server: ServeProcess) -> None:
+    (address,) = [line.partition("http://")[2].partition("/")[0] for line in server.printed if "metrics on" in line]
+    with urllib.request.urlopen(f"http://{address}/health", timeout=30) as answer:
+        assert (answer.status, answer.read()) == (200, b"serves\n")
+
+
 def test_a_metrics_port_in_use_is_refused(server: ServeProcess, tmp_path: Path) -> None:
     port = server.printed[1].rpartition(":")[2].partition("/")[0]
     second = run("serve", "--socket", str(tmp_path / "s"), "--host-memory", "64MiB", "--metrics", port)

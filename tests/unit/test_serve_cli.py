@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -385,6 +386,23 @@ class Served:
         return self.reading["stats"]
 
 
+def page(engine: Served, socket_path: str = "/nowhere/serve.sock") -> int:
+    """The port of an engine's page."""
+    opened = exporter.Page("127.0.0.1", 0)
+    opened.opened(engine, socket_path)
+    return opened.port
+
+
+def asked(port: int, path: str) -> tuple[int, str]:
+    """Code and text of an answer over HTTP."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
 def scrape(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         return answer.read().decode()
@@ -392,7 +410,7 @@ def scrape(port: int) -> str:
 
 def test_metrics_are_those_of_the_connector_and_the_servers_own() -> None:
     engine = Served()
-    port = exporter.start("127.0.0.1", 0, engine)
+    port = page(engine)
     text = scrape(port)
     for line in (
         "# TYPE vllm:undercroft_transfer_bytes_total counter",
@@ -416,12 +434,34 @@ def test_metrics_are_those_of_the_connector_and_the_servers_own() -> None:
     assert 'io_engine_info{io_engine="io_uring"} 0.0' in scrape(port), "without a disk tier no IO engine is used"
 
 
+def test_the_page_has_two_addresses_and_says_so_before_the_engine_is_open() -> None:
+    early = exporter.Page("127.0.0.1", 0)
+    for path in ("/metrics", "/health"):
+        assert asked(early.port, path) == (503, "the engine is not open yet\n")
+    port = page(Served())
+    assert asked(port, "/metrics?name=x")[0] == 200
+    for path in ("/", "/healthz", "/metrics/"):
+        assert asked(port, path) == (404, "this server has /metrics and /health\n")
+
+
+def test_the_health_of_a_server_that_does_not_answer_is_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "HEALTH_TIMEOUT_S", 0.2)
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        code, text = asked(page(Served(), str(path)), "/health")
+    assert (code, text) == (503, f'"{path}": the server does not answer\n')
+    code, text = asked(page(Served(), str(tmp_path / "none")), "/health")
+    assert (code, "is `undercroft serve` running there?" in text) == (503, True), text
+
+
 def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def test_connections_that_say_nothing_take_few_threads_and_descriptors() -> None:
-    port = exporter.start("127.0.0.1", 0, Served())
+    port = page(Served())
     threads, before = threading.active_count(), descriptors()
     held = []
     for _ in range(200):
@@ -438,7 +478,7 @@ def test_connections_that_say_nothing_take_few_threads_and_descriptors() -> None
 
 def test_a_connection_that_does_not_end_its_request_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "CONNECTION_TIMEOUT_S", 0.2)
-    port = exporter.start("127.0.0.1", 0, Served())
+    port = page(Served())
     with socket.create_connection(("127.0.0.1", port), timeout=10) as slow:
         slow.sendall(b"GET /metrics HTTP/1.1\r\n")
         assert slow.recv(1) == b""
@@ -451,4 +491,4 @@ def test_a_port_in_use_is_named() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=rf"^metrics on 127.0.0.1 port {port}: Address already in use$"):
-            exporter.start("127.0.0.1", port, Served())
+            exporter.Page("127.0.0.1", port)

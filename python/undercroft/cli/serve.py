@@ -50,7 +50,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
         "--metrics",
         type=_address,
         metavar="[HOST:]PORT",
-        help="serve metrics over HTTP in Prometheus form, on 127.0.0.1 unless a host is given",
+        help="serve /metrics (in Prometheus form) and /health (503 unless the engine answers) over HTTP, on 127.0.0.1 "
+        "unless a host is given",
     )
     for option in ENGINE_OPTIONS:
         several = option.name == "disk_path"
@@ -76,16 +77,20 @@ def run(args: argparse.Namespace) -> int:
     _check_socket(Path(path))
     stop = _stop_on_signal()
     _raise_descriptor_limit()
+    page = None
+    if args.metrics is not None:
+        from undercroft import exporter
+
+        page = exporter.Page(*args.metrics)
     engine = open_engine(config, path)
     with contextlib.closing(engine):
         # The server has no namespace of its own.
         print(start_line(engine.info(), "").partition("; namespace")[0], flush=True)
-        if args.metrics is not None:
-            from undercroft import exporter
-
-            host, port = args.metrics
-            port = exporter.start(host, port, engine)
-            print(f"undercroft: metrics on http://{f'[{host}]' if ':' in host else host}:{port}/metrics", flush=True)
+        if page is not None:
+            host = args.metrics[0]
+            page.opened(engine, path)
+            address = f"{f'[{host}]' if ':' in host else host}:{page.port}"
+            print(f"undercroft: metrics on http://{address}/metrics", flush=True)
         print(f"undercroft: ready on unix://{path}", flush=True)
         notify("READY=1")
         _watch(engine, stop)
