@@ -1,0 +1,47 @@
+"""`undercroft serve` gives the memory of ended sessions back."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from attacks import PING, Client
+
+from serve_process import ServeProcess
+from served_client import until
+
+SESSIONS = 30
+MIB = 1 << 20
+# What a session takes before the server reads no more from it.
+UNREAD = MIB
+
+pytestmark = pytest.mark.server
+
+
+def memory(pid: int) -> int:
+    """The process's own memory in bytes: its host memory is shared."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (found,) = [line.split()[1] for line in lines if line.startswith("RssAnon")]
+    return int(found) << 10
+
+
+def test_the_memory_of_sessions_that_have_ended_is_given_back(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "s") as server:
+        pid = server.process.pid
+        before = memory(pid)
+        clients = [Client.registered(str(server.socket), b"model %d" % number) for number in range(SESSIONS)]
+        for client in clients:
+            client.socket.setblocking(False)
+
+        def is_full() -> bool:
+            """Whether each has sent as much as the server reads without being read."""
+            for client in clients:
+                with contextlib.suppress(BlockingIOError):
+                    client.socket.send(PING * 500)
+            return memory(pid) - before > SESSIONS * UNREAD
+
+        until("the server holds answers", is_full)
+        for client in clients:
+            client.socket.close()
+        until("the memory is given back", lambda: memory(pid) - before < SESSIONS * UNREAD / 4)
