@@ -197,12 +197,21 @@ compare:  ## Speed of this checkout against that of another commit: BASE=commit,
 # `make soak CRASHES=10000 SOAK_SECONDS=3600`: the tests that gain from more rounds.
 CRASHES ?= 500
 SOAK_SECONDS ?= 60
+SOAK_SEED ?= 7
+# Four parts: a server, and a shared directory, each with and without a key.
+SOAK_KILL = SOAK_SECONDS=$$(($(SOAK_SECONDS) / 4)) SOAK_SEED=$(SOAK_SEED) \
+	$(BIN)/python -m pytest -q -s -n 0 tests/unit/test_kill_soak.py
 
 .PHONY: soak
-soak: build  ## Kill the engine's process under load CRASHES times, then a server's clients for SOAK_SECONDS
+soak: build  ## Kill the engine's process under load CRASHES times, then a server's clients and servers for SOAK_SECONDS
 	UNDERCROFT_CRASHES=$(CRASHES) cargo test --release -p undercroft-core --test disk_tier -- crash:: --nocapture
 	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -q -s tests/unit/test_serve_soak.py
+	$(SOAK_KILL)
 	EVENT_OPERATIONS=5000 $(BIN)/python -m pytest -q -s -n 0 tests/vllm/test_events.py -k random
+
+.PHONY: soak-kill
+soak-kill: build  ## Kill and stop servers, owners of a directory and clients for SOAK_SECONDS; compare every block
+	$(SOAK_KILL)
 
 # Routers from elsewhere, in an environment of their own.
 ROUTER_VENV := .venv-router
