@@ -33,6 +33,34 @@ def test_a_workflow_calls_targets_and_files_that_exist(path: Path) -> None:
             assert (ROOT / step["run"]).is_file()
 
 
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_by_hash_with_their_version(path: Path) -> None:
+    """A tag or branch of an action may be moved; a commit may not."""
+    used = re.findall(r"uses: (.*)$", path.read_text(), re.MULTILINE)
+    assert used
+    for one in used:
+        assert one.startswith("./") or re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", one), one
+
+
+def test_published_wheels_are_attested_and_their_contents_are_listed() -> None:
+    release = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    publish = release["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write", "attestations": "write"}
+    actions = [step["uses"].partition("@")[0] for step in publish["steps"]]
+    assert actions == [
+        "actions/download-artifact", "actions/attest-build-provenance", "pypa/gh-action-pypi-publish",
+    ]  # fmt: skip
+    download, attest, upload = (step["with"] for step in publish["steps"])
+    assert (attest["subject-path"], upload["attestations"]) == (f"{download['path']}/*", True)
+    # The index takes wheels and the source alone, so the list of contents is no part of the download.
+    keeps = ("actions/upload-artifact@", "anchore/sbom-action@")
+    all_steps = steps(ROOT / ".github/workflows/wheels.yml")
+    kept = [step["with"] for step in all_steps if step.get("uses", "").startswith(keeps)]
+    names = [one.get("name") or one["artifact-name"] for one in kept]
+    assert [name for name in names if not name.startswith(download["pattern"].rstrip("*"))] == ["undercroft.spdx.json"]
+    assert len(names) == 3
+
+
 def test_the_release_compares_its_tag_with_the_version_of_the_crates() -> None:
     command = next(step["run"] for step in steps(ROOT / ".github/workflows/release.yml") if "run" in step)
     expression = re.search(r"sed -n 's/(.*?)/\\1/p'", command)
