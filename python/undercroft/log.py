@@ -9,8 +9,40 @@ from __future__ import annotations
 import logging
 import math
 import time
+import traceback
 
+from undercroft.printable import printable
+
+
+class Printable(logging.Filter):
+    """Makes each record one line of printable characters, and its traceback lines of them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Change the record, and let it pass."""
+        message = record.getMessage()
+        if not message.isprintable():
+            record.msg, record.args = printable(message), ()
+        if record.exc_info and record.exc_info[0] is not None and not record.exc_text:
+            record.exc_text = "\n".join(map(_entry, traceback.format_exception(*record.exc_info)))
+        return True
+
+
+def _entry(entry: str) -> str:
+    """An entry of a traceback: a frame has several lines of this program, and an error's message has one."""
+    entry = entry.rstrip("\n")
+    return "\n".join(map(printable, entry.split("\n"))) if entry.startswith("  File ") else printable(entry)
+
+
+def child(name: str) -> logging.Logger:
+    """The logger below `logger` with this name. Records of a logger do not pass the filters of the one above it."""
+    below = logger.getChild(name)
+    below.addFilter(_PRINTABLE)
+    return below
+
+
+_PRINTABLE = Printable()
 logger = logging.getLogger("vllm.undercroft")
+logger.addFilter(_PRINTABLE)
 
 
 class LogOnce:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from undercroft.cli import output
+from undercroft.cli.output import say
 from undercroft.config import EXTRA_CONFIG, OPTIONS, UndercroftConfig, unknown_environment
 from undercroft.engine import engine_options
 from undercroft.errors import ConfigError, UndercroftError
@@ -120,16 +121,16 @@ def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 def _print(found: dict[str, Any]) -> None:
     for name, value in found["options"].items():
-        print(f"{name} = {json.dumps(value)}")
+        say(f"{name} = {json.dumps(value)}")
     if "server" in found:
-        print(f"engine: the server at {found['server']}")
+        say(f"engine: the server at {found['server']}")
     else:
-        print(f"host memory: {format_size(found['host_memory'])}")
+        say(f"host memory: {format_size(found['host_memory'])}")
         for disk in found["disks"]:
             state = f"{format_size(disk['capacity'])} for blocks"
             if disk["error"] is not None:
                 state = "see the warning" if disk["starts"] else disk["error"]
-            print(f"disk {disk['path']}: {state}")
+            say(f"disk {disk['path']}: {state}")
     for warning in found["warnings"]:
-        print(f"warning: {warning.removeprefix('undercroft: ')}")
-    print("vLLM starts with it" if found["ok"] else "vLLM refuses to start with it")
+        say(f"warning: {warning.removeprefix('undercroft: ')}")
+    say("vLLM starts with it" if found["ok"] else "vLLM refuses to start with it")

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from undercroft.cli import arguments, engines, output, waiting
+from undercroft.cli.output import say
 from undercroft.cli.sockets import absolute_path
 from undercroft.units import format_size
 
@@ -95,15 +96,15 @@ def _line(said: dict[str, Any]) -> str:
 def _print(cleared: dict[str, Any], erase: bool, over: bool) -> None:
     for tier, name in (("host", "host memory"), ("disk", "disk")):
         count, size = cleared[f"{tier}_blocks"], format_size(cleared[f"{tier}_bytes"])
-        print(f"removed from {name}: {count} blocks, {size}")
+        say(f"removed from {name}: {count} blocks, {size}")
     if erase:
-        print(f"erased on disk: {format_size(cleared['erased_bytes'])}")
+        say(f"erased on disk: {format_size(cleared['erased_bytes'])}")
     if failed := cleared["erase_failures"]:
-        print(f"{failed} blocks could not be erased: their filesystem cannot, or fails. undercroft status shows which")
+        say(f"{failed} blocks could not be erased: their filesystem cannot, or fails. undercroft status shows which")
     if over and cleared["pending"]:
         left = cleared["pending"]
-        print(f"{left} hash blocks are in use, pinned, or on a disk that hangs, and are removed when that ends")
+        say(f"{left} hash blocks are in use, pinned, or on a disk that hangs, and are removed when that ends")
     if not over:
-        print("not finished in time: the engine continues", file=sys.stderr)
+        say("not finished in time: the engine continues", file=sys.stderr)
     if not cleared["durable"]:
-        print("a directory is away or takes no writes: a restart may find the blocks again", file=sys.stderr)
+        say("a directory is away or takes no writes: a restart may find the blocks again", file=sys.stderr)

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from undercroft.cli import arguments, engines, output, waiting
+from undercroft.cli.output import say
 from undercroft.cli.sockets import absolute_path
 from undercroft.units import format_size
 
@@ -40,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.print_json({"socket": socket, **drained})
     elif args.cancel:
-        print("the engine saves and reads again")
+        say("the engine saves and reads again")
     elif drained["clean"]:
-        print("drained: everything is written, and the engine begins no save and no read")
+        say("drained: everything is written, and the engine begins no save and no read")
     elif over:
         raise output.CommandError("another undercroft drain --cancel has ended the draining")
     else:
-        print(f"not drained in time: {_line(drained)}; the engine continues", file=sys.stderr)
+        say(f"not drained in time: {_line(drained)}; the engine continues", file=sys.stderr)
     return 0 if args.cancel or drained["clean"] else 1
 
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from undercroft import capacity
 from undercroft.cli import arguments, output
+from undercroft.cli.output import say
 from undercroft.cli.size import Model, read_model
 from undercroft.config import OPTIONS
 from undercroft.estimate.replay import Outcome, Tiers, replay
@@ -137,13 +138,13 @@ def _report(
 
 
 def _print(found: dict[str, Any], model: Model) -> None:
-    print(
+    say(
         f"{found['requests']:,} requests, {found['prompt_tokens']:,} prompt tokens in "
         f"{output.age_text(found['seconds'])}; blocks of {found['trace_block_tokens']} tokens"
     )
     if found["recorded_hit_percent"] is not None:
-        print(f"when it was recorded, {found['recorded_hit_percent']:.1f} % of the tokens were cached")
-    print()
+        say(f"when it was recorded, {found['recorded_hit_percent']:.1f} % of the tokens were cached")
+    say()
     rows = []
     for case in found["cases"]:
         daily, saved = case["disk_write_bytes_per_day"], case["prefill_seconds_saved"]
@@ -159,13 +160,14 @@ def _print(found: dict[str, Any], model: Model) -> None:
             )
         )
     output.print_table(("host", "disk", "hit %", "of host", "of disk", "prefill saved", "written a day"), rows)
-    print("\nhit rate by the size of host memory alone:")
+    say()
+    say("hit rate by the size of host memory alone:")
     each = capacity.boundary_bytes(model.groups) / capacity.BOUNDARY_TOKENS + found["token_bytes"]
     for point in found["host_only"]:
         bar = "#" * round(BAR * point["hit_percent"] / 100)
-        print(f"{format_size(point['tokens'] * each):>10}  {point['hit_percent']:5.1f} %  {bar}")
+        say(f"{format_size(point['tokens'] * each):>10}  {point['hit_percent']:5.1f} %  {bar}")
     if found["break_even_bytes_per_second"] is not None:
-        print(
+        say(
             f"\nbreak-even: a hit is faster than computing where a tier is read at more than "
             f"{format_size(found['break_even_bytes_per_second'])}/s"
         )

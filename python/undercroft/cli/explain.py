@@ -7,6 +7,7 @@ from typing import Any
 
 from undercroft import descriptions, reasons
 from undercroft.cli import arguments, engines, output
+from undercroft.cli.output import say
 from undercroft.cli.sockets import absolute_path
 
 LOOKUPS_MAX = 4096
@@ -75,7 +76,7 @@ def _ask(socket: str, request: str, misses: bool, last: int) -> list[dict[str, A
 
 def _print_table(lookups: list[dict[str, Any]]) -> None:
     if not lookups:
-        print("no lookups yet")
+        say("no lookups yet")
         return
     columns = ("request", "ago", "prompt", "device", "found", "hit", "disk", "waited", "missing because")
     rows = [
@@ -101,20 +102,20 @@ def _short(one: dict[str, Any]) -> str:
 
 
 def _print_one(one: dict[str, Any]) -> None:
-    print(f"{one['request']}, answered {output.age_text(one['age_s'])} ago")
-    print(f"  {one['asked_tokens']} tokens in whole blocks, {one['device_tokens']} of them on the device")
-    print(f"  {one['found_tokens']} tokens were found in the cache")
+    say(f"{one['request']}, answered {output.age_text(one['age_s'])} ago")
+    say(f"  {one['asked_tokens']} tokens in whole blocks, {one['device_tokens']} of them on the device")
+    say(f"  {one['found_tokens']} tokens were found in the cache")
     if hit := one["hit_tokens"]:
         remote = f", {one['remote_tokens']} from the remote store" if one.get("remote_tokens") else ""
         loaded = "loaded" if one["loaded"] else "not loaded (yet)"
-        print(f"  the hit ended at {hit} tokens, {one['disk_tokens']} of them from disk{remote}; {loaded}")
+        say(f"  the hit ended at {hit} tokens, {one['disk_tokens']} of them from disk{remote}; {loaded}")
     else:
-        print("  no hit: nothing was loaded")
-    print(f"  the scheduler waited {one['waited_ms']} ms for the answer")
-    print(f"  {one['reason']}: {reasons.sentence(one['reason'], one['ago_s'])}")
+        say("  no hit: nothing was loaded")
+    say(f"  the scheduler waited {one['waited_ms']} ms for the answer")
+    say(f"  {one['reason']}: {reasons.sentence(one['reason'], one['ago_s'])}")
     if one["missing_block"]:
-        print(f"  first missing block: hash {one['missing_block']}...")
-    print(f"  namespace {one['namespace'][:12]}")
+        say(f"  first missing block: hash {one['missing_block']}...")
+    say(f"  namespace {one['namespace'][:12]}")
 
 
 def _print_differences(socket: str, one: dict[str, Any]) -> None:
@@ -126,7 +127,7 @@ def _print_differences(socket: str, one: dict[str, Any]) -> None:
     found = (
         f"it differs: {'; '.join(texts)}" if texts else "it has the same description, and was reset or differs in size"
     )
-    print(
+    say(
         f"  namespace {one['other_namespace'][:12]} has the block; {found.replace(', here ', ', that of the request ')}"
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from undercroft.cli import engines, output
+from undercroft.cli.output import say
 from undercroft.cli.sockets import absolute_path
 from undercroft.units import format_size
 
@@ -63,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
         output.print_json({"file": str(args.file), **exported})
         return 0
     size = format_size(exported["bytes"])
-    print(f"{args.file}: {exported['blocks']} blocks, {size}, of namespace {exported['namespace'][:12]}")
+    say(f"{args.file}: {exported['blocks']} blocks, {size}, of namespace {exported['namespace'][:12]}")
     if left := exported["left_out"]:
-        print(f"{left} blocks were left out: replaced meanwhile, damaged, or after such a block")
+        say(f"{left} blocks were left out: replaced meanwhile, damaged, or after such a block")
     return 0
 
 

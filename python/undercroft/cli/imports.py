@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from undercroft.cli import arguments, engines, output
+from undercroft.cli.output import say
 from undercroft.cli.sockets import absolute_path
 from undercroft.errors import ConfigError
 from undercroft.units import format_size
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         output.print_json({"file": str(args.file), "socket": socket, **imported})
         return 0
     saved, blocks = imported["saved_blocks"], imported["blocks"]
-    print(f"{args.file}: {blocks} blocks, {format_size(imported['bytes'])}, all intact")
+    say(f"{args.file}: {blocks} blocks, {format_size(imported['bytes'])}, all intact")
     known = "" if saved == blocks else f"; it had the other {blocks - saved} already, or did not admit them"
-    print(f"the engine has taken {saved} blocks of namespace {imported['namespace'][:12]}{known}")
+    say(f"the engine has taken {saved} blocks of namespace {imported['namespace'][:12]}{known}")
     return 0

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from undercroft import descriptions
 from undercroft.cli import inspect_remote, output
+from undercroft.cli.output import say
 from undercroft.connector.releases import release_of
 from undercroft.connector.weights import SAMPLED, Digests, digests_file, model_place, weights_digest
 from undercroft.errors import ConfigError
@@ -123,7 +124,8 @@ def _diff(found: dict[str, Any], one: str, other: str, *, digests: Digests, as_j
     if as_json:
         output.print_json({"differences": texts})
     else:
-        print("\n".join(texts).replace(", here ", f", in {other} ") or "no difference")
+        for text in texts or ["no difference"]:
+            say(text.replace(", here ", f", in {other} "))
     return 0
 
 
@@ -136,7 +138,7 @@ def _drop(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
         what = f"{space['digest'][:12]} ({_name(space)}): {space['blocks']} blocks, {format_size(space['bytes'])}"
         if sys.stdin.isatty() and not args.yes and input(f"Remove {what}? [y/N] ").strip().lower() not in ("y", "yes"):
             raise output.CommandError("nothing was removed")
-        print(f"removing {what}", file=sys.stderr)
+        say(f"removing {what}", file=sys.stderr)
     dropped = _core.drop_namespace(args.directory, args.drop)
     left: dict[str, Any] = _core.inspect(args.directory)
     for one in left["namespaces"]:
@@ -164,16 +166,16 @@ def _verify(directory: str, *, quiet: bool) -> dict[str, Any]:
 
 def _print(found: dict[str, Any]) -> None:
     if "dropped_namespaces" in found:
-        print(f"removed namespaces: {found['dropped_namespaces']}")
+        say(f"removed namespaces: {found['dropped_namespaces']}")
     if found["used_by"] is not None:
-        print(f"in use by process {found['used_by'] or 'unknown'}")
+        say(f"in use by process {found['used_by'] or 'unknown'}")
     used, capacity = found["used_bytes"], found["capacity_bytes"]
-    print(f"format version {found['format_version']}, {found['records']} blocks")
-    print(f"{format_size(used)} used of {format_size(capacity)}")
+    say(f"format version {found['format_version']}, {found['records']} blocks")
+    say(f"{format_size(used)} used of {format_size(capacity)}")
     if found["damaged_records"]:
-        print(f"{found['damaged_records']} damaged records (their slots are used again, nothing is served from them)")
+        say(f"{found['damaged_records']} damaged records (their slots are used again, nothing is served from them)")
     if found["namespaces"]:
-        print()
+        say()
         output.print_table(
             ("namespace", "model", "dtype", "TP", "block", "vLLM", "blocks", "bytes", "last use", "found"),
             [
@@ -191,7 +193,8 @@ def _print(found: dict[str, Any]) -> None:
     if "verify" in found:
         result = found["verify"]
         read = format_size(result["bytes"])
-        print(f"\nverified {result['checked']} blocks, {read}: {result['corrupt'] or 'none'} corrupt")
+        say()
+        say(f"verified {result['checked']} blocks, {read}: {result['corrupt'] or 'none'} corrupt")
         for block in result["corrupt_blocks"]:
             namespace, size = block["namespace"][:12], format_size(block["bytes"])
-            print(f"corrupt: namespace {namespace}, {size} at offset {block['offset']} of the data file")
+            say(f"corrupt: namespace {namespace}, {size} at offset {block['offset']} of the data file")

@@ -7,6 +7,7 @@ from typing import Any
 
 from undercroft import descriptions
 from undercroft.cli import output, waiting
+from undercroft.cli.output import say
 from undercroft.errors import ConfigError
 from undercroft.units import format_size
 
@@ -30,12 +31,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: dict[str, Any]) -> None:
-    print(f"{found['objects']} objects, {format_size(found['bytes'])}")
+    say(f"{found['objects']} objects, {format_size(found['bytes'])}")
     if found["other_objects"]:
-        print(f"{found['other_objects']} other objects, which undercroft neither reads nor removes")
+        say(f"{found['other_objects']} other objects, which undercroft neither reads nor removes")
     if not found["namespaces"]:
         return
-    print()
+    say()
     output.print_table(
         ("namespace", "model", "dtype", "TP", "block", "vLLM", "objects", "bytes", "oldest", "newest"),
         [

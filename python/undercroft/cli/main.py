@@ -13,10 +13,12 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import undercroft
+from undercroft.cli.output import say
 from undercroft.errors import ConfigError, StoreError, UndercroftError
+from undercroft.printable import printable
 
 COMMANDS = (
     "serve",
@@ -64,6 +66,10 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """Each subcommand refuses an argument that it does not know with its own usage, not with that of `undercroft`."""
 
+    def error(self, message: str) -> NoReturn:
+        # An argument may be the name of somebody's file.
+        super().error(printable(message))
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -81,7 +87,7 @@ class _Version(argparse.Action):
             build = _core.__build__
         except ImportError as error:
             build = f"the core cannot be loaded: {error}"
-        print(f"undercroft {undercroft.__version__} ({build})")
+        say(f"undercroft {undercroft.__version__} ({build})")
         parser.exit()
 
 
@@ -117,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: Exception, code: int) -> int:
-    print(f"undercroft: error: {str(error).removeprefix('undercroft: ')}", file=sys.stderr)
+    say(f"undercroft: error: {str(error).removeprefix('undercroft: ')}", file=sys.stderr)
     return code
 
 

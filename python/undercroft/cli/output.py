@@ -6,9 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from undercroft.errors import UndercroftError
+from undercroft.printable import printable
 
 
 class CommandError(UndercroftError):
@@ -18,6 +19,24 @@ class CommandError(UndercroftError):
 def coloured(text: str, colour: str) -> str:
     """The text in one of the terminal's colours; plain if stdout is no terminal or NO_COLOR is set (no-color.org)."""
     return f"\033[{colour}m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def say(text: str = "", *, mark: str = "", file: TextIO | None = None, flush: bool = False) -> None:
+    """Print a line, on stdout unless there is a ``file``. What a client or a store has named in it is `printable`.
+
+    ``mark``: text of this program before the line, perhaps `coloured`.
+    """
+    print(mark + printable(text), file=file, flush=flush)
+
+
+def show_progress(text: str) -> None:
+    """Replace the last line of the terminal on stderr by this text."""
+    print(f"\r\033[K{printable(text)}", end="", file=sys.stderr, flush=True)
+
+
+def clear_screen() -> None:
+    """Begin at the upper left of an empty screen, if stdout is a terminal."""
+    print("\033[H\033[2J" if sys.stdout.isatty() else "", end="")
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -30,7 +49,7 @@ def print_fields(fields: Mapping[str, Any]) -> None:
     shown = {name: text(value) for name, value in fields.items() if not isinstance(value, list | dict)}
     width = max(map(len, shown), default=0)
     for name, value in shown.items():
-        print(f"{name:<{width}}  {value}")
+        say(f"{name:<{width}}  {value}")
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -38,7 +57,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     cells = [list(header)] + [[text(value) for value in row] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     for row in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def text(value: Any) -> str:
@@ -49,7 +68,7 @@ def text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.4g}"
-    return str(value)
+    return printable(str(value))
 
 
 def count(number: int, noun: str) -> str:

@@ -13,13 +13,14 @@ from typing import Any
 
 from undercroft import hints
 from undercroft.cli import engines, prompts, vllm_http
-from undercroft.cli.output import CommandError
+from undercroft.cli.output import CommandError, say
 from undercroft.cli.sockets import absolute_path
 from undercroft.errors import ConfigError
 
 DESCRIPTION = (
-    "Asks a vLLM, which knows the tokens of a prompt, or with --socket or --disk-path an engine itself, which needs "
-    "block hashes. Nothing is computed. Exit code 1 if the pin of a line is rejected."
+    "Asks a vLLM, which knows the tokens of a prompt and whose client_fields must allow hints, or with --socket or "
+    "--disk-path an engine itself, which needs block hashes. Nothing is computed. Exit code 1 if the pin of a line is "
+    "rejected."
 )
 
 Give = Callable[[Any], dict[str, Any]]
@@ -58,11 +59,11 @@ def run(args: argparse.Namespace, verb: str, fields: dict[str, Any]) -> int:
     give = _to_engine(args, verb, fields) if to_engine else _to_vllm(args, verb, fields)
     answers = [give(line) for _, line in lines]
     if args.json:
-        print(json.dumps({"answers": answers}))
+        say(json.dumps({"answers": answers}))
     else:
         for (number, _), answer in zip(lines, answers, strict=True):
             reason = f" ({answer['reason']})" if "reason" in answer else ""
-            print(f"line {number}: {answer['answer']}, {answer['tokens']} tokens{reason}")
+            say(f"line {number}: {answer['answer']}, {answer['tokens']} tokens{reason}")
     return 1 if any(answer["answer"] == "rejected" for answer in answers) else 0
 
 

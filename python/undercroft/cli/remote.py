@@ -8,6 +8,7 @@ import sys
 from tqdm import tqdm
 
 from undercroft.cli import arguments, output
+from undercroft.cli.output import say
 from undercroft.errors import ConfigError
 from undercroft.units import format_size
 
@@ -61,14 +62,14 @@ def run(args: argparse.Namespace) -> int:
         output.print_json(report)
         return 0
     done = "would be removed" if report["dry_run"] else "removed"
-    print(f"{report['objects']} objects, {format_size(report['bytes'])}")
-    print(f"{done}: {report['removed_objects']} objects, {format_size(report['removed_bytes'])}")
+    say(f"{report['objects']} objects, {format_size(report['bytes'])}")
+    say(f"{done}: {report['removed_objects']} objects, {format_size(report['removed_bytes'])}")
     if report["skipped_objects"]:
-        print(f"kept, since they were written or removed meanwhile: {report['skipped_objects']} objects")
+        say(f"kept, since they were written or removed meanwhile: {report['skipped_objects']} objects")
     if report["removed_leftovers"]:
-        print(f"removed files of writers that were killed: {report['removed_leftovers']} files")
+        say(f"removed files of writers that were killed: {report['removed_leftovers']} files")
     if report["excess_bytes"]:
-        print(f"above --max-bytes: {format_size(report['excess_bytes'])}, used within the last minute; run it again")
+        say(f"above --max-bytes: {format_size(report['excess_bytes'])}, used within the last minute; run it again")
     if report["oldest_s"] is not None:
-        print(f"the oldest that is left was used {output.age_text(report['oldest_s'])} ago")
+        say(f"the oldest that is left was used {output.age_text(report['oldest_s'])} ago")
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from undercroft.cli import arguments, engines, output, waiting
+from undercroft.cli.output import say
 from undercroft.cli.sockets import absolute_path
 from undercroft.errors import ConfigError
 from undercroft.units import format_size
@@ -108,12 +109,12 @@ def _print(resized: dict[str, Any], *, finished: bool) -> None:
     for tier, name in _TIERS:
         of = resized[tier]
         if of["resizing"]:
-            print(f"{name}: blocks in use or pinned keep it larger than its target until their use ends")
+            say(f"{name}: blocks in use or pinned keep it larger than its target until their use ends")
         elif of["kept_bytes"]:
             size = format_size(of["kept_bytes"])
-            print(f"{name}: {size} are unused, and the system does not have them back: {_WHY[tier]}")
+            say(f"{name}: {size} are unused, and the system does not have them back: {_WHY[tier]}")
     if not finished:
-        print("not finished in time: the engine continues", file=sys.stderr)
+        say("not finished in time: the engine continues", file=sys.stderr)
 
 
 _WHY = {

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from undercroft.cli.output import CommandError
+from undercroft.cli.output import CommandError, say
 from undercroft.cli.sockets import DEFAULT_SOCKET, absolute_path, default_socket
 from undercroft.config import OPTIONS, UndercroftConfig, unknown_environment
 from undercroft.connector.health import DiskHealth, NamespaceHealth, RemoteHealth
@@ -88,17 +88,17 @@ def run(args: argparse.Namespace) -> int:
     engine = open_engine(config, path)
     with contextlib.closing(engine):
         # The server has no namespace of its own.
-        print(start_line(engine.info(), "").partition("; namespace")[0], flush=True)
+        say(start_line(engine.info(), "").partition("; namespace")[0], flush=True)
         if page is not None:
             host = args.metrics[0]
             page.opened(engine, path)
             address = f"{f'[{host}]' if ':' in host else host}:{page.port}"
-            print(f"undercroft: metrics on http://{address}/metrics", flush=True)
-        print(f"undercroft: ready on unix://{path}", flush=True)
+            say(f"undercroft: metrics on http://{address}/metrics", flush=True)
+        say(f"undercroft: ready on unix://{path}", flush=True)
         notify("READY=1")
         _watch(engine, stop)
         notify("STOPPING=1")
-        print("undercroft: stopping", flush=True)
+        say("undercroft: stopping", flush=True)
     return 0
 
 

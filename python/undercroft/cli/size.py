@@ -8,6 +8,7 @@ from typing import Any
 
 from undercroft import capacity
 from undercroft.cli import arguments, output
+from undercroft.cli.output import say
 from undercroft.errors import ConfigError
 from undercroft.model.groups import BLOCK_TOKENS, KVGroup, groups_of
 from undercroft.model.layers import Precision, layers_of, model_dtype, read_config
@@ -93,7 +94,8 @@ def _tier(model: Model, tier: str, size: int) -> dict[str, Any]:
 
 def _print(name: str, found: dict[str, Any]) -> None:
     layers = sum(group["layers"] for group in found["groups"])
-    print(f"{name} ({found['model_type']}): {layers} layers, {found['dtype']}\n")
+    say(f"{name} ({found['model_type']}): {layers} layers, {found['dtype']}")
+    say()
     output.print_table(
         ("group", "kind", "layers", "window", "block tokens", "block bytes"),
         [
@@ -108,13 +110,14 @@ def _print(name: str, found: dict[str, Any]) -> None:
             for index, group in enumerate(found["groups"])
         ],
     )
-    print(f"\neach token: {format_size(found['token_bytes'])} of full attention")
+    say()
+    say(f"each token: {format_size(found['token_bytes'])} of full attention")
     if found["boundary_bytes"]:
-        print(
+        say(
             f"each place where a hit may end: {format_size(found['boundary_bytes'])} of windows and states; below, "
             f"one every {found['boundary_tokens']:,} tokens"
         )
-    print()
+    say()
     output.print_table(
         ("tier", "size", "tokens", "memory of the index"),
         [

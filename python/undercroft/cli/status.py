@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from undercroft.cli import arguments, engines, output, planning
+from undercroft.cli.output import say
 from undercroft.cli.sockets import absolute_path, default_socket
 from undercroft.errors import UndercroftError
 from undercroft.metrics import METRICS
@@ -103,7 +104,8 @@ def _list(found: list[dict[str, Any]], *, as_json: bool) -> None:
             (one["pid"], output.age_text(one["uptime_s"]), host, disk, places or "-", f"unix://{one['socket']}")
         )
     output.print_table(("pid", "up", "host used", "disk used", "directories", "socket"), rows)
-    print("\nmore of one: undercroft status --socket PATH", file=sys.stderr)
+    say(file=sys.stderr)
+    say("more of one: undercroft status --socket PATH", file=sys.stderr)
 
 
 def with_rates(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
@@ -128,43 +130,44 @@ def _answered(status: dict[str, Any]) -> int:
 def print_status(status: dict[str, Any]) -> None:
     """The status as text."""
     stats, server, rates = status["stats"], status["server"], status["rates"]
-    print(
+    say(
         f"undercroft {status['version']}, pid {status['pid']}, up {output.age_text(status['uptime_s'])}, "
         f"unix://{status['socket']}"
     )
-    print(
+    say(
         f"{output.count(_answered(status), 'request')} answered, {output.count(server['connections'], 'connection')}, "
         f"{output.count(server['workers'], 'worker')}, {output.count(server['descriptors'], 'open file')}"
     )
     if server["refused"] or server["malformed"]:
-        print(f"{server['refused']} connections refused, {server['malformed']} ended by a malformed frame")
-    print(
+        say(f"{server['refused']} connections refused, {server['malformed']} ended by a malformed frame")
+    say(
         f"under way: {output.count(stats['active_lookups'], 'lookup')}, {output.count(stats['loads'], 'load')}, "
         f"{output.count(stats['saves'], 'save')}, "
         f"{format_size(stats['promotion_queue_bytes'])} to be read from disk"
     )
     if stats.get("draining"):
-        print("draining: no save and no read from disk begins (undercroft drain --cancel ends that)")
+        say("draining: no save and no read from disk begins (undercroft drain --cancel ends that)")
     if troubles := [f"{stats[name]} {name.replace('_', ' ')}" for name in TROUBLES if stats.get(name)]:
-        print(f"trouble: {', '.join(troubles)}")
-    print()
+        say(f"trouble: {', '.join(troubles)}")
+    say()
     output.print_table(
         ("tier", "used", "capacity", "blocks", "evictions"), [_tier(stats, "host"), _tier(stats, "disk")]
     )
     if disks := status["info"].get("disks"):
-        print()
+        say()
         latencies = tuple(f"{way} {part}" for way in ("reads", "writes") for part in ("p50", "p99"))
         output.print_table(("disk", "capacity", "health", *latencies, "trouble"), [_disk(disk) for disk in disks])
     for _, plan, of_tier in planning.of_tiers(stats):
-        print(f"\n{plan}")
+        say()
+        say(plan)
         output.print_table(planning.HEADER, planning.table(of_tier))
     if status["sessions"]:
-        print()
+        say()
         output.print_table(("session", *_SESSION), map(_session, status["sessions"]))
     if rates is not None:
-        print()
+        say()
         read, written = (f"{format_size(rates[f'disk_{way}_bytes'])}/s" for way in ("read", "write"))
-        print(
+        say(
             f"rates: {rates['lookups']:.1f} lookups/s, {rates['saved_blocks']:.1f} blocks saved/s, "
             f"disk {read} read, {written} written"
         )
@@ -209,17 +212,16 @@ def _watch(socket: str, interval_s: float, *, as_json: bool) -> int:
         except UndercroftError as error:
             before = None
             if str(error) != said:
-                print(f"undercroft: {error}; waiting for it", file=sys.stderr, flush=True)
+                say(f"undercroft: {error}; waiting for it", file=sys.stderr, flush=True)
             said = str(error)
         else:
             said = ""
             status = with_rates(before, now)
             before = now
             if as_json:
-                print(json.dumps(status), flush=True)
+                say(json.dumps(status), flush=True)
             else:
-                # Move the cursor to the upper left, and clear the screen.
-                print("\033[H\033[2J" if sys.stdout.isatty() else "", end="")
+                output.clear_screen()
                 print_status(status)
-                print(flush=True)
+                say(flush=True)
         time.sleep(interval_s)

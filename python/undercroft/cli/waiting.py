@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from undercroft.cli import engines
+from undercroft.cli import engines, output
 
 Result = TypeVar("Result")
 
@@ -32,10 +32,10 @@ def until(
         over = is_over(said)
         if over or time.monotonic() >= deadline:
             if shows:
-                print("\r\033[K", end="", file=sys.stderr, flush=True)
+                output.show_progress("")
             return said, over
         if shows:
-            print(f"\r\033[K{line(said)}", end="", file=sys.stderr, flush=True)
+            output.show_progress(line(said))
         time.sleep(_INTERVAL_S)
 
 

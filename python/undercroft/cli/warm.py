@@ -12,7 +12,7 @@ from typing import Any
 
 from undercroft.cli import output, prompts, vllm_http
 from undercroft.cli.arguments import whole
-from undercroft.cli.output import CommandError
+from undercroft.cli.output import CommandError, say
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     for one in _complete_all(vllm, model, lines, args.parallel):
         done.append(one)
         said = one.get("error") or f"{one['tokens']} tokens, {one['cached']} of them cached"
-        print(f"{len(done)} of {len(lines)}: line {one['line']}, {said}", file=sys.stderr, flush=True)
+        say(f"{len(done)} of {len(lines)}: line {one['line']}, {said}", file=sys.stderr, flush=True)
     refused = sum("error" in one for one in done)
     total = {
         "prompts": len(done),
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.print_json(total | {"lines": sorted(done, key=lambda one: int(one["line"]))})
     else:
-        print(
+        say(
             f"{output.count(len(done), 'prompt')} ({refused} refused), {total['tokens']} tokens "
             f"({total['cached']} of them were cached) in {total['seconds']:.1f} s"
         )

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from undercroft.cli import output, planning, waiting
 from undercroft.cli.doctor.check import Check
+from undercroft.cli.output import say
 from undercroft.config import OPTIONS, UndercroftConfig
 
 _TAKEN = {"host_memory": "SIZE", "disk_path": "DIR", "disk_capacity": "SIZE", "key_file": "FILE"}
@@ -87,8 +88,8 @@ def _remote_checks(url: str) -> Iterator[Check]:
 def _print(check: Check) -> None:
     colours = {"ok": "32", "warn": "33", "fail": "31"}
     mark = output.coloured(f"{check.status:<4}", colours[check.status])
-    print(f"{mark}  {check.name:<16} {check.found}", flush=True)
+    say(f"  {check.name:<16} {check.found}", mark=mark, flush=True)
     if check.advice:
-        print(f"      {'':<16} -> {check.advice}", flush=True)
+        say(f"      {'':<16} -> {check.advice}", flush=True)
     if check.plan:
         output.print_table(planning.HEADER, check.plan)
