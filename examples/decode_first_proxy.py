@@ -5,6 +5,8 @@ answered at once. If not, the decode instance rejects it without having computed
 ``cache_threshold``), and the prefill instance answers it. With ``--shared-cache``, for instances that share one
 undercroft cache, the prefill instance only computes the prompt; the decode instance then loads it and answers.
 
+The instances need undercroft's option ``"client_fields": ["threshold"]``, and no other client should reach them.
+
     python examples/decode_first_proxy.py --decode http://127.0.0.1:8001 --prefill http://127.0.0.1:8002
 
 The response header ``x-route`` names the way of a request: ``decode``, ``prefill`` or ``prefill,decode``. A request

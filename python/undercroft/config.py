@@ -19,6 +19,7 @@ from undercroft.option_values import (
     PromotionWait,
     boolean,
     choice,
+    client_fields,
     did_you_mean,
     directory,
     duration,
@@ -37,6 +38,7 @@ from undercroft.option_values import (
     text_object,
     text_paths,
     text_sizes,
+    text_words,
 )
 from undercroft.remote_url import REMOTE_FORMAT, check_remote, is_credential, without_credentials
 from undercroft.units import DURATION_FORMAT, SIZE_FORMAT, Amount, parse_amount, parse_size
@@ -139,19 +141,20 @@ class UndercroftConfig:
     lookup: Annotated[str, Option(
         "text", "async", '"async" or "blocking"',
         "Behaviour while blocks are read from disk: the scheduler continues and asks again, or blocks for up to "
-        "lookup_timeout_ms.",
+        "lookup_timeout_ms. A request may choose async where this is blocking, and not the reverse.",
         choice("async", "blocking"), str,
     )]
     lookup_timeout_ms: Annotated[float, Option(
         "number", 50, "0 to 60000",
-        "Longest wait of a blocking lookup, in milliseconds. Afterwards the hit ends with the part in host memory.",
+        "Longest wait of a blocking lookup, and of all those of one pass of the scheduler together, in milliseconds. "
+        "Afterwards the hit ends with the part in host memory. A request may ask for less.",
         number(0, 60_000), text_number,
     )]
     promotion_wait: Annotated[PromotionWait, Option(
         "text or object", "planned",
         '"planned", "complete", "best_effort", or {"base_ms": 20, "per_1k_tokens_ms": 5}',
         "How long a lookup waits for blocks on disk: as long as loading takes less time than computing, until all "
-        "blocks are read, not at all, or for a time that grows with the prompt.",
+        "blocks are read, not at all, or for a time that grows with the prompt. A request may ask for less.",
         promotion_wait, text_object,
     )]
     promotion_memory: Annotated[Amount, Option(
@@ -164,6 +167,14 @@ class UndercroftConfig:
         "Maximum host memory of the blocks that hints of requests have pinned. A percentage is taken of "
         "host_memory.",
         parse_amount, str, "engine",
+    )]
+    client_fields: Annotated[tuple[str, ...], Option(
+        "word or list of words", "none", '"none", or a list of "threshold", "explain" and "hints"',
+        "Fields that requests may use: a cache_hit_threshold of their own, explanations and figures about the cache in "
+        "their answers, hints. Each lets a client learn how much of a guessed prompt others have used, so allow them "
+        "where all clients trust each other, or behind a gateway (docs/security.md). In the environment, separated by "
+        "commas.",
+        client_fields, text_words,
     )]
     early_prefetch: Annotated[bool, Option(
         "true or false", True, "true or false",

@@ -57,6 +57,15 @@ def io_engine(info: dict[str, Any]) -> str:
     return str(info.get("io_engine", "")) if info.get("disks") else ""
 
 
+def whose(engine: Engine, config: UndercroftConfig) -> str:
+    """The process that owns the engine, for the log; empty if this process owns it."""
+    if config.server:
+        return f"server {config.server}"
+    if engine.is_shared:
+        return f"disk_path is in use, shared with the engine at {engine.arena.socket}"
+    return ""
+
+
 def start_line(
     info: dict[str, Any],
     namespace: str,

@@ -6,8 +6,10 @@ This module uses no engine. The frontend checks hints with it, and the scheduler
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from undercroft.option_values import did_you_mean, nearest
 
 NAME = "kv_hints"
 """Key of the hints in ``kv_transfer_params``, and vLLM's field of a request."""
@@ -27,6 +29,8 @@ _FIELDS = {
     "demote": {"tokens", "hashes"},
     "release": {"tokens", "hashes", "id"},
 }
+UNKNOWN_MAX = 16
+"""Most hints of unknown kinds that are answered."""
 HASHES_MAX = 1 << 16
 HASHES_ALLOWED = f"a list of up to {HASHES_MAX} block hashes, each of 1 to 32 bytes in hexadecimal"
 
@@ -62,8 +66,8 @@ class Hints:
     hints: tuple[Hint, ...] = ()
     computes: bool = True
     """Whether the request is computed: false for a request with hints alone."""
-    unknown: int = 0
-    """Hints of unknown kinds, which are ignored."""
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Hints of unknown kinds, which are not carried out: the key of the answer, and the nearest verb or ""."""
 
 
 NONE = Hints()
@@ -75,10 +79,13 @@ def of_request(kv_transfer_params: Any, kv_hints: Any = None) -> Hints:
     if given is None and kv_hints is None:
         return NONE
     found: list[Hint] = []
-    computes, unknown = True, 0
+    computes = True
+    unknown: dict[str, str] = {}
     for key, value, where, is_known in _each(given, kv_hints):
         if not is_known:
-            unknown += 1
+            verb, _, action_id = key.partition(":")
+            if len(unknown) < UNKNOWN_MAX:
+                unknown[(action_id or key)[:PIN_NAME_MAX]] = nearest(verb[:PIN_NAME_MAX], (*VERBS, COMPUTE))
             continue
         if key == COMPUTE:
             computes = _checked(value, where, lambda one: isinstance(one, bool), "true or false")
@@ -110,6 +117,9 @@ def _parse(key: str, value: Any, where: str) -> tuple[Hint, bool]:
     if value is True:
         value = {}
     allowed = f"true, or an object with {_words(sorted(fields))}"
+    if isinstance(value, Mapping):
+        hints = (did_you_mean(str(one)[:PIN_NAME_MAX], sorted(fields)) for one in value if one not in fields)
+        allowed += next(filter(None, hints), "")
     _checked(value, where, lambda one: isinstance(one, Mapping) and set(one) <= fields, allowed)
     tokens = value.get("tokens")
     if tokens is not None:
@@ -120,7 +130,7 @@ def _parse(key: str, value: Any, where: str) -> tuple[Hint, bool]:
     name = value.get("id", "")
     is_name = f"text of 1 to {PIN_NAME_MAX} bytes"
     if "id" in value:
-        _checked(name, f"{where}.id", lambda one: isinstance(one, str) and 0 < len(_utf8(one)) <= PIN_NAME_MAX, is_name)
+        _checked(name, f"{where}.id", lambda one: isinstance(one, str) and 0 < len(utf8(one)) <= PIN_NAME_MAX, is_name)
     computes = value.get(COMPUTE, True)
     _checked(computes, f"{where}.{COMPUTE}", lambda one: isinstance(one, bool), "true or false")
     hashes = None
@@ -142,7 +152,8 @@ def parse_hashes(given: Any) -> tuple[bytes, ...] | None:
     return hashes if len(lengths) == 1 and 0 < lengths.pop() <= 32 else None
 
 
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
+    """A client's text as bytes, even if no text has this encoding."""
     return text.encode("utf-8", "surrogatepass")
 
 

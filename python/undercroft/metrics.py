@@ -47,6 +47,12 @@ LATENCIES: dict[str, tuple[str, ...]] = {
 }
 """Statistics of the latencies of disks: the number of the directory, the direction, and the limit in seconds."""
 _PLANNED = (*_TIERS, "remote")
+CLIENT_FIELDS_NOT_USED: dict[str, tuple[str, ...]] = {
+    **{name: (name, "over_limit") for name in ("lookup", "lookup_timeout_ms", "promotion_wait")},
+    **{name: (name, "not_allowed") for name in ("cache_hit_threshold", "explain", "kv_hints")},
+    "other": ("other", "unknown"),
+}
+"""Fields of requests that are not used as given: the label's values of the field and the reason."""
 SHADOWS = range(1, 5)
 """Places of the sizes of the option ``shadow``."""
 
@@ -188,6 +194,10 @@ METRICS: tuple[Metric, ...] = (
             "hints_unknown": ("unknown", "ignored"), "hints_unserved": ("any", "unserved"),
         },
     ),
+    Metric("request_fields_not_used", "counter",
+           "Fields of requests that were not used as given, by the reason: above the configuration's value, not in "
+           "client_fields, or unknown and like one of undercroft's.", ("field", "reason"),
+           {f"not_used_{name}": labels for name, labels in CLIENT_FIELDS_NOT_USED.items()}),
     _one("pins", "gauge", "Pins."),
     _one("pin_bytes", "gauge", "Host memory that the pinned chains take, or would take."),
     _one("pin_capacity_bytes", "gauge", "Budget of pins."),

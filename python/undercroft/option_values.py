@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,15 @@ class PromotionWait:
     planned: bool = False
 
 
-def did_you_mean(key: str, known: list[str] | tuple[str, ...]) -> str:
+def nearest(key: str, known: Sequence[str]) -> str:
+    """The known word nearest to ``key``; empty if none is near."""
+    return next(iter(difflib.get_close_matches(key, known, n=1)), "")
+
+
+def did_you_mean(key: str, known: Sequence[str]) -> str:
     """A hint that names the known word nearest to ``key``; empty if none is near."""
-    near = difflib.get_close_matches(key, known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest(key, known)
+    return f" (did you mean {near!r}?)" if near else ""
 
 
 def choice(*allowed: str) -> Callable[[Any], str]:
@@ -47,6 +52,21 @@ def choice(*allowed: str) -> Callable[[Any], str]:
         return value
 
     return parse
+
+
+CLIENT_FIELDS = ("threshold", "explain", "hints")
+"""Words of the option ``client_fields``."""
+
+
+def client_fields(value: Any) -> tuple[str, ...]:
+    """ "none", or some of `CLIENT_FIELDS`."""
+    if value == "none":
+        return ()
+    words = (value,) if isinstance(value, str) else value
+    if not isinstance(words, list | tuple):
+        raise ValueError(f"{type(words).__name__} instead of a word or a list of words")
+    one = choice(*CLIENT_FIELDS)
+    return tuple(sorted({one(word) for word in words}, key=CLIENT_FIELDS.index))
 
 
 def integer(low: int, high: int) -> Callable[[Any], int]:
@@ -154,6 +174,12 @@ def sizes(value: Any) -> tuple[int, ...]:
 def text_sizes(text: str) -> Any:
     """Sizes with commas between them."""
     return [part for part in text.split(",") if part]
+
+
+def text_words(text: str) -> Any:
+    """Words with commas between them."""
+    words = [word.strip() for word in text.split(",")]
+    return words[0] if len(words) == 1 else words
 
 
 def paths(value: Any) -> tuple[str, ...]:

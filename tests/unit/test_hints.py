@@ -40,13 +40,15 @@ def test_hints_are_carried_out_in_one_order_and_answered_as_they_were_written() 
     assert found.computes
 
 
-def test_unknown_verbs_and_versions_are_counted_and_ignored() -> None:
-    assert (parsed(share={"with": "all"}, pin={}).unknown, len(parsed(share={}, pin={}).hints)) == (1, 1)
+def test_unknown_verbs_and_versions_are_not_carried_out() -> None:
+    found = parsed(share={"with": "all"}, pinn={}, pin={})
+    assert (found.unknown, len(found.hints)) == ({"share": "", "pinn": "pin"}, 1)
     typed = SimpleNamespace(
         actions=[action("kv.pin", {"compute": False}), action("pin", {}, "9"), action("kv.fetch", {})]
     )
     found = hints.of_request(None, typed)
-    assert (found.unknown, found.computes, [hint.key for hint in found.hints]) == (2, False, ["id of kv.pin"])
+    assert (found.computes, [hint.key for hint in found.hints]) == (False, ["id of kv.pin"])
+    assert found.unknown == {"id of pin": "pin", "id of kv.fetch": "prefetch"}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_unknown_verbs_and_versions_are_counted_and_ignored() -> None:
     [
         ("all", "kv_transfer_params.kv_hints = 'all'"),
         ({"pin": 5}, "kv_hints.pin = 5"),
-        ({"pin": {"ttl": 5}}, "hashes, id, tokens, ttl_s"),
+        ({"pin": {"ttl": 5}}, "hashes, id, tokens, ttl_s (did you mean 'ttl_s'?)"),
         ({"pin": {"ttl_s": 0.5}}, "kv_hints.pin.ttl_s = 0.5"),
         ({"pin": {"ttl_s": float("nan")}}, "1 to 86400"),
         ({"pin": {"ttl_s": True}}, "ttl_s = True"),
@@ -95,10 +97,11 @@ class Session:
         self.finished.append(request_id)
 
 
-def made(may_end: bool = True) -> tuple[RequestHints, Session, Counts]:
+def made(may_end: bool = True, is_allowed: bool = True) -> tuple[RequestHints, Session, Counts]:
     session, counts = Session(), Counts()
     groups = Groups(BLOCK, BLOCK, ("full",), (BLOCK,), (0,), 0)
-    found = RequestHints(session, groups, counts, lambda request, computed: computed // BLOCK, may_end)  # type: ignore[arg-type]
+    complete = lambda request, computed: computed // BLOCK  # noqa: E731
+    found = RequestHints(session, groups, counts, complete, may_end=may_end, is_allowed=is_allowed)  # type: ignore[arg-type]
     return found, session, counts
 
 
@@ -163,3 +166,44 @@ def test_a_request_without_hints_costs_nothing() -> None:
     one = request()
     of.arrived(one)
     assert (of.holds_back(one), of.finished(one), session.given) == (False, None, [])
+
+
+def test_an_unknown_hint_is_answered_with_the_nearest_name_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    of, session, counts = made()
+    answers = {"pinn": {"answer": "unknown", "nearest": "pin"}, "share": {"answer": "unknown"}}
+    for _ in range(2):
+        one = request(pinn=True, share={}, pin=True)
+        of.arrived(one)
+        assert of.finished(one) == {"kv_hints": answers | {"pin": {"answer": "accepted", "tokens": 48}}}
+    of.arrived(request(pinn=True, compute=False))
+    assert [ended.answers for ended in of.collect()] == [{"pinn": answers["pinn"]}]
+    assert len(session.given) == 2
+    assert counts.collect()["counters"] == {"hints_unknown": 5}
+    [record] = caplog.records
+    assert "the hint pinn of a request is unknown, and ignored; did you mean pin?" in record.message
+
+
+def test_where_hints_are_not_allowed_the_engine_is_asked_nothing() -> None:
+    of, session, _ = made(is_allowed=False)
+    refused = {"answer": "rejected", "tokens": 0, "reason": "not_allowed"}
+    one = request(prefetch={}, pin={"hashes": ["ab" * 32]})
+    of.arrived(one)
+    assert of.finished(one) == {"kv_hints": {"prefetch": refused, "pin": refused}}
+    of.arrived(request(release={"id": "a"}, compute=False))
+    assert [ended.answers for ended in of.collect()] == [{"release": refused}]
+    assert (session.given, session.finished) == ([], [])
+
+
+def test_pins_of_one_name_are_as_many_as_there_are_salts() -> None:
+    of, session, _ = made()
+    for salt in (None, "tenant a", "tenant b", "tenant b"):
+        one = request(pin={"id": "x" * 64}, release={"id": "y"})
+        one.cache_salt = salt
+        of.arrived(one)
+        of.finished(one)
+    pins = [name for verb, _, _, name in session.given if verb == "pin"]
+    assert pins[0] == "x" * 64, "without a salt the command line finds the pin by its name"
+    assert len(set(pins)) == 3 and pins[2] == pins[3]
+    # The engine refuses longer names.
+    assert all(len(name) <= hints.PIN_NAME_MAX and "tenant" not in name for name in pins)
+    assert len({name for verb, _, _, name in session.given if verb == "release"}) == 3

@@ -35,10 +35,6 @@ class Session:
         tokens = UNIT if end in self.held and end not in self.owed else 0
         return SimpleNamespace(pending=end in self.owed, tokens=tokens, shared_tokens=0)
 
-    def wait(self, name: str, timeout_s: float) -> bool:
-        assert name in self.open
-        return False
-
     def finish_request(self, name: str) -> None:
         del self.open[name]
 
@@ -78,14 +74,15 @@ def test_the_last_token_is_left_to_compute_and_whole_blocks_are_no_tails() -> No
     assert Tails(Session({704}), MODEL).find(asked(705), UNIT) == 704
 
 
-def test_what_the_disk_owes_is_waited_for_and_given_up() -> None:
+def test_what_the_disk_owes_is_found_when_it_has_come_and_let_go_if_not() -> None:
     session, state = Session({704}, {832}), asked(1200)
     tails = Tails(session, MODEL)
     assert tails.find(state, UNIT) is None
     session.owed, session.held = set(), {704, 832}
     assert tails.find(state, UNIT) == 832
     session.owed = {832}
-    assert tails.wait(state, UNIT) == UNIT
+    assert tails.find(state, UNIT) is None
+    tails.drop(state)
     assert not session.open
 
 

@@ -25,6 +25,8 @@ ENVIRONMENT = {
 """Set by the conftest before torch and vLLM are imported."""
 
 
+TRUSTING = {"client_fields": ["threshold", "explain", "hints"]}
+"""Requests may use every field."""
 NOT_PLANNED = {"promotion_wait": "complete", "min_load_tokens": 64}
 """Options of engines that are not told otherwise: the loaded blocks follow from the test, not from how busy the machine
 is."""
@@ -76,7 +78,7 @@ class Engine:
         """
         set_environment()
         if undercroft is not None:
-            undercroft = NOT_PLANNED | dict(undercroft)
+            undercroft = NOT_PLANNED | TRUSTING | dict(undercroft)
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown

@@ -99,6 +99,7 @@ def test_hints_are_answered_one_by_one(engine: Make, llama: Path) -> None:
     running = engine(llama, {"host_memory": "32MiB", "pin_memory": 0}, blocks=64)
     found = answers(running, CHAT, retain={"tokens": 2 * BLOCK}, demote=True, release={"id": "x"}, guess={"what": 1})
     assert found == {
+        "guess": {"answer": "unknown"},
         "retain": {"answer": "rejected", "tokens": 0, "reason": "off"},
         "demote": {"answer": "accepted", "tokens": 5 * BLOCK},
         "release": {"answer": "rejected", "tokens": 0, "reason": "not_pinned"},
@@ -120,7 +121,11 @@ def test_typed_hints_are_understood(engine: Make, llama: Path) -> None:
     running.llm.llm_engine.add_request("typed", inputs, sampling, kv_hints=envelope)
     while running.llm.llm_engine.has_unfinished_requests():
         [*outputs] = running.llm.llm_engine.step()
-    assert outputs[-1].kv_transfer_params == hints(first={"answer": "accepted", "tokens": 5 * BLOCK})
+    assert outputs[-1].kv_transfer_params == hints(
+        first={"answer": "accepted", "tokens": 5 * BLOCK},
+        second={"answer": "unknown"},
+        third={"answer": "unknown", "nearest": "pin"},
+    )
     bad = KvHintsEnvelope("1.0", "message", [KvHintAction("first", "pin", "1", {"ttl_s": -1})])
     with pytest.raises(VLLMValidationError, match="ttl_s"):
         running.llm.llm_engine.add_request("bad", inputs, sampling, kv_hints=bad)
@@ -144,8 +149,8 @@ def test_hints_over_http(llama_with_tokenizer: Path, tmp_path: Path) -> None:
     arguments = ("--num-gpu-blocks-override", "64")
     with start_server(llama_with_tokenizer, tmp_path / "log", options, *arguments) as client:
         accepted = {"answer": "accepted", "tokens": 5 * BLOCK}
-        answer = client.complete(CHAT, 1, kv_transfer_params=hints(pin={"ttl_s": 600, "id": "chat"}, share={}))
-        assert answer["kv_transfer_params"] == hints(pin=accepted)
+        answer = client.complete(CHAT, 1, kv_transfer_params=hints(pin={"ttl_s": 600, "id": "chat"}, demot={}))
+        assert answer["kv_transfer_params"] == hints(pin=accepted, demot={"answer": "unknown", "nearest": "demote"})
         for index in range(30):
             client.complete(prompt(7 * BLOCK + 1, seed=100 + index), 1)
         client.reset_device()

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 from vllm_server import Server
 
+from real_engine import TRUSTING
 from undercroft import _core
 
 REASON = "cache_threshold"
@@ -96,6 +97,7 @@ def start_server(
     model: Path, log: Path, options: dict[str, Any], *arguments: str, stand_in: bool = False
 ) -> Iterator[Client]:
     """A server with undercroft and these options of it, or with `threshold_standin` in its place."""
+    options = {**TRUSTING, **options}
     transfer = {"kv_connector": "UndercroftConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
     if stand_in:
         transfer |= {"kv_connector": "StandIn", "kv_connector_module_path": "threshold_standin"}

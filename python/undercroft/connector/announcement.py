@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from undercroft.log import logger
+
 if TYPE_CHECKING:
     from undercroft._core import ArenaAddress
     from undercroft.config import UndercroftConfig
@@ -35,6 +37,13 @@ class Announcement:
         directory = Path(config.socket_dir) if config.socket_dir else Path(_core.default_server_socket()).parent
         name = hashlib.sha256(engine_id.encode()).hexdigest()[:32]
         self._path = directory / f"{name}.arena"
+
+    def announce(self, address: ArenaAddress) -> None:
+        """Like `write`, but log an error."""
+        try:
+            self.write(address)
+        except OSError as error:
+            logger.warning("undercroft: host memory is pinned only from the first request on: %s", error)
 
     def write(self, address: ArenaAddress) -> None:
         """Write the address to the file. Writes nothing while there is no engine to attach to. Raises OSError."""

@@ -27,6 +27,7 @@ from undercroft.config import UndercroftConfig, unknown_environment
 from undercroft.connector import identity
 from undercroft.connector.adapters import ADAPTERS
 from undercroft.connector.announcement import Announcement
+from undercroft.connector.client_fields import ClientFields
 from undercroft.connector.differences import ignored_options
 from undercroft.connector.events import NO_EVENTS, Events, NoEvents, events_of
 from undercroft.connector.explanations import Explanations
@@ -42,7 +43,7 @@ from undercroft.connector.shadow import Shadow
 from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
 from undercroft.connector.weights import Digests, digests_file
 from undercroft.device.layout import group_shard_bytes, kv_replicas
-from undercroft.engine import open_engine, start_line
+from undercroft.engine import open_engine, start_line, whose
 from undercroft.log import LogOnce, logger
 from undercroft.registration import ours_in, register_name
 from undercroft.threshold import for_connector
@@ -118,8 +119,9 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning(message)
             vllm_patches.reject_requests()
             self._threshold = for_connector(
-                config.cache_hit_threshold, vllm_patches.problem(vllm_patches.HIT_THRESHOLD)
+                config.cache_hit_threshold, vllm_patches.problem(vllm_patches.HIT_THRESHOLD), config.client_fields
             )
+            self._client_fields = ClientFields(config, self._counts)
             has_adapters = getattr(vllm_config, "lora_config", None) is not None
             if has_adapters and not vllm_patches.tell_adapters_apart(ADAPTERS.of_request, ADAPTERS.key):
                 reason = reason or "this vLLM's block hashes cannot be made to tell LoRA adapters apart"
@@ -177,10 +179,21 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.saves_sessions = self._vllm_config.speculative_config is None
             self._events = events_of(self._vllm_config, session, groups, self._kv_cache_config)
             self._explanations = Explanations(
-                session, config.log_requests, self._counts, is_served=engine.is_shared or bool(config.server)
+                session,
+                config.log_requests,
+                self._counts,
+                is_served=engine.is_shared or bool(config.server),
+                may_tell="explain" in config.client_fields,
             )
             may_end = vllm_patches.problem(vllm_patches.HIT_THRESHOLD) is None
-            self._hints = RequestHints(session, groups, self._counts, self._scheduler.complete_hashes, may_end)
+            self._hints = RequestHints(
+                session,
+                groups,
+                self._counts,
+                self._scheduler.complete_hashes,
+                may_end=may_end,
+                is_allowed="hints" in config.client_fields,
+            )
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
             naming.digests.save()
             if config.record:
@@ -192,8 +205,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             if config.shadow:
                 self._shadow = Shadow(config.shadow, groups, tokens_in)
             index_bytes = partial(capacity.index_bytes, groups=registration)
-            whose = _whose(engine, config)
-            logger.info(start_line(engine.info(), session.namespace, whose, tokens_in, index_bytes))
+            logger.info(start_line(engine.info(), session.namespace, whose(engine, config), tokens_in, index_bytes))
             if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
                 logger.warning("undercroft: the engine is shared, and its own options apply: %s", "; ".join(ignored))
             limited = why_limited(registration, groups.engine_block_size, groups.dropped_tokens)
@@ -201,17 +213,11 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning("undercroft: %s (docs/remote.md)", limited)
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
-            self._announce(engine)
+            self._announcement.announce(engine.arena)
         except BaseException:
             engine.close()
             raise
         self._engine = engine
-
-    def _announce(self, engine: Engine) -> None:
-        try:
-            self._announcement.write(engine.arena)
-        except OSError as error:
-            logger.warning("undercroft: host memory is pinned only from the first request on: %s", error)
 
     def _report(self, hook: str, error: Exception) -> None:
         """Count an error that was caught in a hook, and log the first of its kind."""
@@ -327,6 +333,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
         self._events.arrived(request)
+        self._client_fields.arrived(request)
         self._hints.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -464,6 +471,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             if (explanations := self._explanations) is not None:
                 ending.callback(lambda: answers.update(explanations.finished(request.request_id) or {}))
             ending.callback(lambda: answers.update(self._hints.finished(request) or {}))
+            ending.callback(lambda: answers.update(self._client_fields.finished(request.request_id) or {}))
             ending.callback(lambda: self._events.finished(request))
             if self._scheduler is not None:
                 ending.callback(self._scheduler.request_finished, request, block_ids)
@@ -581,15 +589,6 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> Any:
         """See `WorkerConnector.build_connector_worker_meta`."""
         return None if self._worker is None else self._worker.build_connector_worker_meta()
-
-
-def _whose(engine: Engine, config: UndercroftConfig) -> str:
-    """The process that owns the engine, for the log; empty if this process owns it."""
-    if config.server:
-        return f"server {config.server}"
-    if engine.is_shared:
-        return f"disk_path is in use, shared with the engine at {engine.arena.socket}"
-    return ""
 
 
 # Needed where vLLM found this file by kv_connector_module_path and its configuration excludes the plugin.

@@ -27,8 +27,18 @@ _TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 class Explanations:
     """Explains the requests of one scheduler."""
 
-    def __init__(self, session: Session, log_requests: str, counts: Counts, is_served: bool = False) -> None:
-        """``log_requests``: the option. ``is_served``: the engine is in another process, which may not answer."""
+    def __init__(
+        self,
+        session: Session,
+        log_requests: str,
+        counts: Counts,
+        *,
+        is_served: bool = False,
+        may_tell: bool = True,
+    ) -> None:
+        """``log_requests``: the option. ``is_served``: the engine is in another process, which may not answer.
+        ``may_tell``: whether requests may ask for an explanation in their responses."""
+        self._may_tell = may_tell
         self._session = session
         self._log_requests = log_requests
         self._counts = counts
@@ -68,8 +78,7 @@ class Explanations:
         if self._traces and (headers := getattr(request, "trace_headers", None)):
             attributes = {f"{SPAN}.{name}": value for name, value in told.items() if value is not None}
             compat.trace(SPAN, since, headers, attributes)
-        wants = request_params.wants_explanation(request.kv_transfer_params)
-        self._admitted[request.request_id] = told if wants else None
+        self._admitted[request.request_id] = told if self._asks(request) else None
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """The explanation of a request that has ended, for the response's ``kv_transfer_params``."""
@@ -78,12 +87,11 @@ class Explanations:
         return None if told is None else {request_params.EXPLAIN: told}
 
     def _is_wanted(self, request: Request) -> bool:
-        return (
-            self._log_requests != "off"
-            or self._is_served
-            or self._traces
-            or request_params.wants_explanation(request.kv_transfer_params)
-        )
+        return self._log_requests != "off" or self._is_served or self._traces or self._asks(request)
+
+    def _asks(self, request: Request) -> bool:
+        """Whether the response must have an explanation."""
+        return self._may_tell and request_params.wants_explanation(request.kv_transfer_params)
 
 
 def _log(request_id: str, told: dict[str, Any]) -> None:

@@ -7,11 +7,14 @@ computes any of its tokens.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from undercroft import hints as forms
+from undercroft.log import LogOnce
 from undercroft.vllm_patches.rejections import HINT_REASON
 
 if TYPE_CHECKING:
@@ -47,7 +50,8 @@ class RequestHints:
     """The hints of one scheduler's requests.
 
     ``complete``: returns how many of the engine's blocks of a request are complete after a number of computed tokens.
-    ``may_end``: whether vLLM can end a request with hints and nothing to compute.
+    ``may_end``: whether vLLM can end a request with hints and nothing to compute. ``is_allowed``: whether requests may
+    give hints; if not, each is rejected.
     """
 
     def __init__(
@@ -56,8 +60,11 @@ class RequestHints:
         groups: Groups,
         counts: Counts,
         complete: Callable[[Request, int], int],
+        *,
         may_end: bool,
+        is_allowed: bool = True,
     ) -> None:
+        self._is_allowed = is_allowed
         self._session = session
         self._groups = groups
         self._counts = counts
@@ -68,6 +75,7 @@ class RequestHints:
         self._only: dict[str, int] = {}
         """Requests that are not computed, each with the number of times that the scheduler has asked about it."""
         self._ended: list[HintsOnly] = []
+        self._log_once = LogOnce()
         self._answers: dict[str, dict[str, Any]] = {}
 
     def arrived(self, request: Request) -> None:
@@ -76,11 +84,11 @@ class RequestHints:
         if not params and typed is None:
             return
         hints = forms.of_request(params, typed)
-        self._counts.add("hints_unknown", hints.unknown)
-        if not hints.hints:
+        if not hints.hints and not hints.unknown:
             return
+        self._note_unknown(hints)
         if not hints.computes and self._may_end and request.sampling_params is not None and not request.resumable:
-            answers = self._give(request, hints.hints, request.num_tokens)
+            answers = _unknown(hints) | self._give(request, hints.hints, request.num_tokens)
             self._only[request.request_id] = 0
             self._ended.append(HintsOnly(request.request_id, answers))
             return
@@ -114,11 +122,13 @@ class RequestHints:
             return None
         late = tuple(hint for hint in hints.hints if hint.verb != "prefetch")
         saved = self._complete(request, request.num_computed_tokens) * self._groups.engine_block_size
-        return {forms.NAME: answers | self._give(request, late, saved)}
+        return {forms.NAME: _unknown(hints) | answers | self._give(request, late, saved)}
 
     def _give(self, request: Request, hints: tuple[Hint, ...], tokens: int) -> dict[str, Any]:
         """Pass hints about the first ``tokens`` tokens of a request to the engine. Returns the answers by key."""
         answers: dict[str, Any] = {}
+        if not self._is_allowed:
+            return {hint.key: {"answer": "rejected", "tokens": 0, "reason": "not_allowed"} for hint in hints}
         if not hints:
             return answers
         name = request.request_id + _SUFFIX
@@ -130,16 +140,37 @@ class RequestHints:
                     chain, most = list(hint.hashes), len(hint.hashes) * self._groups.engine_block_size
                 most = most if hint.tokens is None else min(most, hint.tokens)
                 answers[hint.key] = self._answer(
-                    *self._session.hint(name, chain, hint.verb, most, hint.ttl_s, hint.name)
+                    *self._session.hint(name, chain, hint.verb, most, hint.ttl_s, _scoped(hint.name, request))
                 )
         finally:
             self._session.finish_request(name)
         return answers
 
+    def _note_unknown(self, hints: Hints) -> None:
+        self._counts.add("hints_unknown", len(hints.unknown))
+        for key, near in hints.unknown.items():
+            meant = f"; did you mean {near}?" if near else ""
+            message = "undercroft: the hint %s of a request is unknown, and ignored%s. Further ones are only counted."
+            self._log_once(logging.WARNING, "unknown", message, key, meant)
+
     def _answer(self, state: str, tokens: int, reason: str) -> dict[str, Any]:
         if reason == "unavailable":
             self._counts.add("hints_unserved")
         return {"answer": state, "tokens": tokens, **({"reason": reason} if reason else {})}
+
+
+def _unknown(hints: Hints) -> dict[str, Any]:
+    """The answers to hints of unknown kinds."""
+    return {key: {"answer": "unknown", **({"nearest": near} if near else {})} for key, near in hints.unknown.items()}
+
+
+def _scoped(name: str, request: Request) -> str:
+    """The engine's name of a pin. Requests with another ``cache_salt`` can neither release nor replace it."""
+    salt = getattr(request, "cache_salt", None)
+    if not name or not salt:
+        return name
+    digest = hashlib.sha256(b"".join(forms.utf8(part) + b"\0" for part in (salt, name))).hexdigest()
+    return f"salted-{digest[:48]}"
 
 
 class NoHints:

@@ -42,6 +42,8 @@ class RequestState:
     """Whether the open question was answered with "later" at least once."""
     timed_out: bool = False
     """Whether the open question is a blocking lookup that reached ``lookup_timeout_ms``."""
+    waits_until: float | None = None
+    """Deadline of the open question's blocking lookup (seconds of a monotonic clock); None if it has not waited."""
     load_wait_since: float | None = None
     """Time at which the open question first waited for another request's load (seconds of a monotonic clock); None if
     it has not waited."""

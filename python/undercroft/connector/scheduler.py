@@ -6,11 +6,11 @@ first, its answer is "later".
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from undercroft import compat, request_params, vllm_patches
+from undercroft.connector.blocking import BlockingWaits
 from undercroft.connector.kept_boundaries import kept_boundaries
 from undercroft.connector.loads import LoadPlan, plan_load
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
@@ -19,9 +19,9 @@ from undercroft.connector.request_state import RequestState
 from undercroft.connector.saves import Saves
 from undercroft.connector.single_flight import SingleFlight
 from undercroft.connector.steps import Steps
-from undercroft.connector.tails import Tails
+from undercroft.connector.tails import Tails, tail_name
 from undercroft.connector.waiting_loads import WaitingLoads
-from undercroft.log import LogOnce, logger
+from undercroft.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +48,6 @@ _DOUBLINGS = 5
 """Most doublings of the number of steps."""
 RESET_TIMEOUT_S = 1.0
 """Longest wait until the disk or the server confirms a reset. vLLM runs no step during this wait."""
-_WARN_AGAIN_S = 60.0
 
 
 class SchedulerConnector:
@@ -72,12 +71,12 @@ class SchedulerConnector:
         """
         self._needed_tokens = needed_tokens
         self._report = report
-        self._log_rarely = LogOnce(again_after_s=_WARN_AGAIN_S)
         self._session = session
         self._groups = groups
         self._config = config
         self._arena = arena
         self._lookup = request_params.of_request(None, config)
+        self._blocking = BlockingWaits(session, self._lookup.timeout_s)
         self._saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
         self._tails, self.steps = Tails(session, groups), Steps(session)
         self._least = max(1, config.min_load_tokens or 0)
@@ -183,7 +182,7 @@ class SchedulerConnector:
         if state.counted_for != request.num_preemptions and not state.lookup_failed:
             state.counted_for = request.num_preemptions
             self._counts.lookup(time.perf_counter() - state.asked_at, state.outcome(gain), state.deferred)
-        state.asked_at = state.load_wait_since = None
+        state.asked_at = state.load_wait_since = state.waits_until = None
         state.deferred = state.timed_out = False
         return gain, gain > 0
 
@@ -245,6 +244,7 @@ class SchedulerConnector:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
         """The workers' copies in this step: loads that begin, and saves of blocks that the step fills."""
         self._step += 1
+        self._blocking.pass_ended()
         # If this call fails, the loads stay in `_metadata` for the next step: vLLM waits for them.
         arena = self._arena()
         metadata, self._metadata = self._metadata, UndercroftMetadata()
@@ -432,7 +432,11 @@ class SchedulerConnector:
         end = self._tails.find(state, base)
         if end is None and lookup.blocking:
             state.deferred = True
-            end = self._tails.wait(state, base)
+            is_over = self._blocking.wait(state, tail_name(request.request_id, state.tails[0]))
+            end = self._tails.find(state, base)
+            if end is None and is_over:
+                self._tails.drop(state)
+                return base
         return end
 
     def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
@@ -455,18 +459,12 @@ class SchedulerConnector:
 
     def _wait(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
         """Wait for the answer. After the timeout the hit is the part that is in host memory."""
-        self._session.wait(state.request.request_id, state.lookup.timeout_s)
+        is_over = self._blocking.wait(state, state.request.request_id)
         state.deferred = True
         answer = self._look_up(state, num_computed_tokens, limit)
-        if not answer.pending:
+        if not (answer.pending and is_over):
             return answer
         state.timed_out = True
-        self._log_rarely(
-            logging.WARNING,
-            "timed_out",
-            "undercroft: a blocking lookup reached lookup_timeout_ms (%g): the hit ends with the part in host memory",
-            state.lookup.timeout_s * 1e3,
-        )
         state.lookup = state.lookup.at_once()
         return self._look_up(state, num_computed_tokens, limit)
 

@@ -13,7 +13,7 @@ from undercroft.compat import KVConnectorStats
 from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.engine import io_engine
 from undercroft.log import logger
-from undercroft.metrics import LATENCIES, SHADOWS
+from undercroft.metrics import CLIENT_FIELDS_NOT_USED, LATENCIES, SHADOWS
 from undercroft.reasons import REASONS
 
 if TYPE_CHECKING:
@@ -201,6 +201,7 @@ SCHEDULER_KEYS: dict[str, str] = {
     "rejected_global": "requests rejected by the configured hit threshold",
     "shadow_prompt_tokens": "prompt tokens looked up in the caches of the option shadow",
     **{f"shadow_hit_tokens_{number}": f"tokens that the cache of size {number} would have had" for number in SHADOWS},
+    **{f"not_used_{name}": f"requests whose {name} was not used as given" for name in CLIENT_FIELDS_NOT_USED},
     "hints_unknown": "hints of unknown kinds, which were ignored",
     "hints_unserved": "hints that no engine could take: the server was away",
     "hook_errors": "errors caught in the connector's hooks; each kind is logged once",

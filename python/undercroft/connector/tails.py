@@ -62,15 +62,6 @@ class Tails:
                 return end
         return base
 
-    def wait(self, state: RequestState, base: int) -> int:
-        """Like `find`, but wait for the answer. Returns ``base`` if no answer comes in time."""
-        self._session.wait(tail_name(state.request.request_id, state.tails[0]), state.lookup.timeout_s)
-        end = self.find(state, base)
-        if end is None:
-            self.drop(state)
-            return base
-        return end
-
     def drop(self, state: RequestState) -> None:
         """End the lookups and leases of a request's tails. Idempotent."""
         for end in state.tails:

@@ -7,6 +7,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from undercroft.option_values import CLIENT_FIELDS
 from undercroft.threshold.params import NAME, InvalidThresholdError
 from undercroft.threshold.policy import HitThreshold, Rejection, logger
 
@@ -23,11 +26,14 @@ class ThresholdUnavailableError(RuntimeError):
     """A threshold is configured, but undercroft cannot patch this vLLM to reject requests."""
 
 
-def for_connector(global_threshold: float, problem: str | None) -> HitThreshold:
+def for_connector(
+    global_threshold: float, problem: str | None, client_fields: Collection[str] = CLIENT_FIELDS
+) -> HitThreshold:
     """The threshold for a scheduler's connector; ``global_threshold`` in [0, 1] is for requests without one.
 
     ``problem``: the reason why this vLLM cannot reject requests; None if it can. With a problem this raises
     ThresholdUnavailableError if a threshold is configured. Otherwise it logs that requests' thresholds are ignored.
+    ``client_fields``: the option.
     """
     if problem is not None:
         if global_threshold > 0:
@@ -36,4 +42,9 @@ def for_connector(global_threshold: float, problem: str | None) -> HitThreshold:
                 f"Set {NAME} to 0, or use a vLLM version that undercroft supports."
             )
         logger.warning("undercroft: %s of requests is ignored: %s. All other features work.", NAME, problem)
-    return HitThreshold(global_threshold, problem)
+    return HitThreshold(
+        global_threshold,
+        problem,
+        requests_choose="threshold" in client_fields,
+        tells_figures="explain" in client_fields,
+    )

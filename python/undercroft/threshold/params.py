@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 NAME = "cache_hit_threshold"
+EXEMPT = "undercroft_exempt"
+"""Key of a mark in ``extra_args`` that the frontend sets, and takes from clients: the request is never rejected."""
 ALLOWED = "a number from 0 (never reject) to 1"
 
 

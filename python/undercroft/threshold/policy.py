@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from undercroft import log
 from undercroft.threshold import params
 
-logger = log.logger.getChild("threshold")
+logger = log.child("threshold")
 
 Source = Literal["request", "global"]
 
@@ -41,6 +41,8 @@ class Rejection:
     local_tokens: int
     external_tokens: int
     required_tokens: int
+    tells_figures: bool = True
+    """Whether the response has the token counts, which tell how much of the prompt other requests have used."""
 
     reason = "cache_threshold"
     """The finish reason."""
@@ -55,16 +57,14 @@ class Rejection:
 
         The values are nested, so that a router that passes them on to another instance does not pass on a threshold.
         """
-        return {
-            "cache_threshold": {
-                "hit_rate": round(self.hit_rate, 6),
-                "threshold": self.threshold,
-                "source": self.source,
-                "local_tokens": self.local_tokens,
-                "external_tokens": self.external_tokens,
-                "required_tokens": self.required_tokens,
-            }
+        figures = {
+            "hit_rate": round(self.hit_rate, 6),
+            "local_tokens": self.local_tokens,
+            "external_tokens": self.external_tokens,
+            "required_tokens": self.required_tokens,
         }
+        told = {"threshold": self.threshold, "source": self.source}
+        return {"cache_threshold": told | figures if self.tells_figures else told}
 
     def __str__(self) -> str:
         # Rounded down, in whole numbers: a rate just below the threshold must not look equal to the threshold.
@@ -80,11 +80,21 @@ class HitThreshold:
     """The scheduler connector's half: decides, and keeps the rejected requests until the scheduler collects them.
 
     Only the scheduler's thread uses it. ``unavailable``: the reason why vLLM cannot reject requests; None if it can.
-    With a reason, no request is rejected.
+    With a reason, no request is rejected. ``requests_choose``: whether a request's own threshold counts.
+    ``tells_figures``: see `Rejection`.
     """
 
-    def __init__(self, global_threshold: float, unavailable: str | None = None) -> None:
+    def __init__(
+        self,
+        global_threshold: float,
+        unavailable: str | None = None,
+        *,
+        requests_choose: bool = True,
+        tells_figures: bool = True,
+    ) -> None:
         self._global = global_threshold
+        self._requests_choose = requests_choose
+        self._tells_figures = tells_figures
         self._unavailable = unavailable
         self._log_once = log.LogOnce(logger)
         self._pending: dict[str, Rejection] = {}
@@ -117,7 +127,9 @@ class HitThreshold:
             logger.error("undercroft: cache_hit_threshold is switched off: %s", self._unavailable)
             return False
         self._asks[request_id] = asks
-        self._pending[request_id] = Rejection(request_id, threshold, source, local_tokens, external_tokens, required)
+        self._pending[request_id] = Rejection(
+            request_id, threshold, source, local_tokens, external_tokens, required, self._tells_figures
+        )
         return True
 
     def needed_tokens(self, request: Request) -> int:
@@ -155,6 +167,8 @@ class HitThreshold:
         threshold: float = self._global
         source: Source = "global"
         if sampling.extra_args:
+            if sampling.extra_args.get(params.EXEMPT):
+                return 0.0, "request"
             own = self._own_threshold(request)
             if own is not None:
                 threshold, source = own, "request"
@@ -163,6 +177,8 @@ class HitThreshold:
         return threshold, source
 
     def _own_threshold(self, request: Request) -> float | None:
+        if not self._requests_choose:
+            return None
         try:
             return params.of_request(request.sampling_params.extra_args, request.kv_transfer_params)
         except params.InvalidThresholdError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from undercroft import hints, request_params
 from undercroft.log import LogOnce
-from undercroft.threshold.params import NAME, InvalidThresholdError, of_request
+from undercroft.threshold.params import EXEMPT, NAME, InvalidThresholdError, of_request
 from undercroft.vllm_patches.rejections import REASONS
 from undercroft.vllm_patches.table import HIT_THRESHOLD, failed
 
@@ -55,7 +55,7 @@ def wrap_process_inputs(
 ) -> Callable[..., Any]:
     """``InputProcessor.process_inputs`` that refuses invalid parameters of every kind of request.
 
-    A request that ``is_exempt`` gets the threshold 0, even if it has another threshold.
+    A request that ``is_exempt`` is marked, and never rejected, even if it has a threshold. No client may set the mark.
     """
 
     def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,11 @@ def wrap_process_inputs(
             _check_hints(None, kwargs.get(hints.NAME), validation_error)
             extra_args = getattr(params, "extra_args", None)
             own = _checked(extra_args, validation_error) if extra_args else None
-            if hasattr(params, "extra_args") and is_exempt():
+            exempt = hasattr(params, "extra_args") and is_exempt()
+            if extra_args and EXEMPT in extra_args and not exempt:
+                params = copy.copy(params)
+                params.extra_args = {name: value for name, value in extra_args.items() if name != EXEMPT} or None
+            if exempt:
                 if own:
                     message = (
                         "undercroft: %s of request %s is ignored, and that of later requests like it: their answers "
@@ -71,7 +75,7 @@ def wrap_process_inputs(
                     )
                     _log_once(logging.WARNING, "ignored", message, NAME, request_id)
                 params = copy.copy(params)
-                params.extra_args = {**_computed(extra_args or {}), NAME: 0}
+                params.extra_args = {**_computed(extra_args or {}), EXEMPT: True}
         return original(processor, request_id, prompt, params, *args, **kwargs)
 
     return process_inputs

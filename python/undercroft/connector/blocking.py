@@ -1,0 +1,60 @@
+"""The waits of blocking lookups, which hold the scheduler's thread and with it all requests of the engine.
+
+The lookups of one pass of the scheduler share one deadline: the disk reads for all of them at the same time, so waits
+one after the other would add up to nothing but a longer pause. A request whose own time is not over by then is asked
+again in the next pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from undercroft.log import LogOnce
+
+if TYPE_CHECKING:
+    from undercroft._core import Session
+    from undercroft.connector.request_state import RequestState
+
+_WARN_AGAIN_S = 60.0
+
+
+class BlockingWaits:
+    """The waits of one scheduler. ``timeout_s``: longest wait of one pass. ``clock``: seconds of a monotonic clock."""
+
+    def __init__(self, session: Session, timeout_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._session = session
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._log_rarely = LogOnce(again_after_s=_WARN_AGAIN_S)
+        self._pass_ends: float | None = None
+        """Deadline of this pass; None before its first wait."""
+
+    def pass_ended(self) -> None:
+        """The scheduler's pass has ended."""
+        self._pass_ends = None
+
+    def wait(self, state: RequestState, name: str) -> bool:
+        """Wait for the answer to the lookup ``name`` of a request. Returns whether the request's own time is over.
+
+        False: the lookup is answered, or this pass has waited long enough.
+        """
+        now = self._clock()
+        if state.waits_until is None:
+            state.waits_until = now + state.lookup.timeout_s
+        if self._pass_ends is None:
+            self._pass_ends = now + self._timeout_s
+        rest = min(state.waits_until, self._pass_ends) - now
+        if rest > 0 and self._session.wait(name, rest):
+            return False
+        if state.waits_until > self._pass_ends:
+            return False
+        self._log_rarely(
+            logging.WARNING,
+            "timed_out",
+            "undercroft: a blocking lookup reached lookup_timeout_ms (%g): the hit ends with the part in host memory",
+            state.lookup.timeout_s * 1e3,
+        )
+        return True
