@@ -95,6 +95,7 @@ def test_unknown_key_names_everything():
 
 
 BAD = {
+    "client_fields": ["hint", ["hints", "explian"], ["none"], True, 1, None],
     "host_memory": ["lots", "0", 0, "0%", "101%", None, True, ["1GiB"], {}],
     "disk_path": ["", 3, [1], ["/a", ""], ["/a", "/a"], {"a": 1}, "a\0b"],
     "disk_capacity": ["x", 0, False],

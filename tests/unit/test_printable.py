@@ -6,7 +6,6 @@ import ast
 import importlib
 import json
 import logging
-import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,15 +52,12 @@ def test_characters_that_are_not_printable_are_shown_as_escapes(text: str, shown
 
 
 def loggers() -> list[logging.Logger]:
-    """Every logger that a module of the package logs to."""
-    found = {id(log.logger): log.logger}
-    for module in pkgutil.walk_packages([str(PACKAGE)], "undercroft."):
-        if module.name.endswith("._core"):
-            continue
-        for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, logging.Logger):
-                found[id(value)] = value
-    return [one for one in found.values() if one.name.startswith("vllm.undercroft")]
+    """Every logger of the package: `log.logger`, and those that modules make with `log.child`."""
+    for path in PACKAGE.rglob("*.py"):
+        if "log.child(" in path.read_text(encoding="utf-8"):
+            importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
+    every = logging.Logger.manager.loggerDict.items()
+    return [one for name, one in every if name.startswith("vllm.undercroft") and isinstance(one, logging.Logger)]
 
 
 def test_every_line_of_the_log_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
