@@ -44,7 +44,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.server
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FIELDS)
 def test_an_answer_is_the_same_for_every_prompt_below_the_operators_threshold(client: Client, name: str) -> None:
     """The guess shares a quarter with the secret prompt, and the other nothing: a difference would be an oracle."""
@@ -60,7 +60,7 @@ def test_an_answer_is_the_same_for_every_prompt_below_the_operators_threshold(cl
 
 @pytest.mark.server
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_hints_alone_and_misspelled_fields_are_answered_over_http(client: Client) -> None:
     hints = {"pin": {"ttl_s": 60}, "compute": False}
     answers = [
@@ -86,7 +86,7 @@ def test_hints_alone_and_misspelled_fields_are_answered_over_http(client: Client
 
 @pytest.mark.server
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_request_id_forges_no_line_of_the_log(client: Client) -> None:
     forged = "x\n(APIServer pid=1) INFO 11-25 00:00:00 undercroft: FORGED LINE\x1b[2J"
     answer = client.raw({"prompt": GUESS, "max_tokens": 1, "request_id": forged})
@@ -95,6 +95,40 @@ def test_a_request_id_forges_no_line_of_the_log(client: Client) -> None:
     lines = [line for line in client.server.log.read_text().splitlines() if "rejected: cache hit rate" in line]
     [line] = [line for line in lines if "FORGED LINE" in line]
     assert r"x\x0a(APIServer" in line and r"\x1b[2J" in line and line.isprintable()
+
+
+IN_PROCESS: dict[str, dict[str, Any]] = {
+    "threshold": {"extra_args": {"cache_hit_threshold": 0.99}},
+    "no threshold": {"extra_args": {"cache_hit_threshold": 0}},
+    "nested threshold": {"params": {"cache_hit_threshold": 0}},
+    "forged exemption": {"extra_args": {"undercroft_exempt": True}},
+    "explain": {"params": {"explain": True}},
+    "pin": {"params": {"kv_hints": {"pin": True, "release": True}}},
+    "prefetch": {"params": {"kv_hints": {"prefetch": {"tokens": BLOCK}}}},
+}
+
+
+def test_no_field_tells_a_guess_from_any_other_prompt(engine: Make, llama: Path) -> None:
+    """The guess shares a quarter with the secret prompt, and the other nothing: a difference would be an oracle."""
+    options = {"client_fields": "none", "host_memory": "32MiB", "min_load_tokens": 1, "cache_hit_threshold": GLOBAL}
+    running = engine(llama, options, blocks=64)
+    assert running.generate(SECRET, 1, extra_args={"cache_hit_threshold": 0}).finish_reason == "cache_threshold"
+    running.connector._threshold._global = 0.0
+    assert running.generate(SECRET, 1).finish_reason == "length"
+    assert running.generate(GUESS[:-1], 1).cached == 3 * BLOCK
+    running.connector._threshold._global = GLOBAL
+    other = prompt(len(GUESS), seed=4)
+    for name, given in IN_PROCESS.items():
+        found = [running.generate(ids, 2, **given) for ids in (GUESS[: 4 * BLOCK + 1] + other[4 * BLOCK + 1 :], other)]
+        assert [one.finish_reason for one in found] == ["cache_threshold"] * 2, name
+        told = [one.kv_transfer_params for one in found]
+        assert told == [{"cache_threshold": {"threshold": GLOBAL, "source": "global"}}] * 2, name
+    alone = {"kv_hints": {"pin": {"ttl_s": 60}, "compute": False}}
+    refused = {"answer": "rejected", "tokens": 0, "reason": "not_allowed"}
+    for ids in (GUESS, other):
+        found = running.generate(ids, 1, params=alone)
+        assert (found.finish_reason, found.kv_transfer_params) == ("kv_hint", {"kv_hints": {"pin": refused}})
+    nothing_left(running)
 
 
 def test_no_client_makes_the_scheduler_wait_for_a_disk(engine: Make, llama: Path, tmp_path: Path) -> None:
