@@ -69,6 +69,7 @@ FOREIGN = {"AWS_ALLOW_INVALID_CERTIFICATES", "LOAD", "LOOKUP", "SAVE", "PyO3"} |
     "vllm_undercroft_",
 }
 FOREIGN_FLAGS = {
+    "--offline",
     "--bench",
     "--block-size",
     "--data-parallel-rank",
