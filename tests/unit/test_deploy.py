@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,19 @@ def test_no_image_runs_as_root() -> None:
     for path in DEPLOY.glob("Dockerfile.*"):
         users = re.findall(r"^USER (\S+)", path.read_text(), re.MULTILINE)
         assert users and users[-1] not in ("root", "0"), path.name
+
+
+def test_the_image_of_the_server_installs_only_files_of_known_hashes() -> None:
+    lines = (DEPLOY / "serve-requirements.txt").read_text().replace("\\\n", " ").splitlines()
+    pinned = [line.split() for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", one) for _, *hashes in pinned for one in hashes)
+    assert all(hashes for _, *hashes in pinned)
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=]", one)[0] for one in project["dependencies"]}
+    assert {one.split("==")[0] for one, *_ in pinned} == needed
+    installs = re.findall(r"pip install .*", (DEPLOY / "Dockerfile.serve").read_text())
+    assert len(installs) == 2
+    assert "--require-hashes" in installs[0] and "--no-index --no-deps" in installs[1]
 
 
 def test_systemd_judges_the_unit_as_well_guarded() -> None:

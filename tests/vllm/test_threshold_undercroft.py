@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from real_engine import Engine, prompt
+from real_engine import TRUSTING, Engine, prompt
 from threshold_engine import FIFTH, HALF, WHOLE, limit, rejected
 from undercroft import _core
 
@@ -207,7 +207,7 @@ def test_inside_multi_connector(engine: Start, llama: Path, tmp_path: Path) -> N
     ours = {
         "kv_role": "kv_both",
         "kv_connector": "UndercroftConnector",
-        "kv_connector_extra_config": {"host_memory": "128MiB", "cache_hit_threshold": 0.6},
+        "kv_connector_extra_config": {"host_memory": "128MiB", "cache_hit_threshold": 0.6, **TRUSTING},
     }
     one = engine(llama, {"connectors": [ours, other]}, connector="MultiConnector", max_model_len=2048, blocks=64)
     assert rejected(one.generate(WHOLE, 4))
