@@ -120,6 +120,13 @@ class UndercroftConfig:
         "Blocks that are saved: those of prompt and generated tokens, or only those of the prompt.",
         choice("all", "prompt"), str,
     )]
+    unique_media_uuids: Annotated[bool, Option(
+        "true or false", False, "true or false",
+        "Whether the names that clients give to images, audio and videos (uuid, multi_modal_uuids) stand for the same "
+        "content for all time and in every vLLM. Without it, requests with such names are cached up to the first "
+        "medium. vLLM itself names media by their content.",
+        boolean, text_bool,
+    )]
     state_interval_tokens: Annotated[int, Option(
         "number", 8192, "0 to 10000000",
         "Save a sliding window every N tokens, besides the ends of prompts and answers and the places where prefixes "

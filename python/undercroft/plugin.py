@@ -15,6 +15,7 @@ def register() -> None:
         from undercroft import registration, vllm_patches
 
         vllm_patches.reject_requests()
+        vllm_patches.mark_media()
         vllm_patches.check_configuration(registration.check_options)
         vllm_patches.recompute_own_failed_loads(registration.ours_in)
         vllm_patches.judge_all_hits(registration.ours_in)

@@ -31,6 +31,10 @@ class Request:
     skip_reading_prefix_cache: bool = False
     block_hashes: list[bytes] = field(default_factory=list)
     kv_transfer_params: dict | None = None
+    mm_features: list = field(default_factory=list)
+    prompt_embeds: object = None
+    sampling_params: object = None
+    pooling_params: object = None
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.tokens)

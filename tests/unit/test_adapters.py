@@ -36,6 +36,16 @@ def test_files_that_changed_before_the_start_give_another(files: Path, changed: 
     assert Adapters().key(adapter(files)) != before
 
 
+def test_an_adapter_that_is_read_in_another_way_is_another(files: Path) -> None:
+    flat, deep = adapter(files), adapter(files)
+    deep.is_3d_lora_weight = True
+    ours = Adapters()
+    requests = [SimpleNamespace(lora_request=one) for one in (flat, deep, flat, deep)]
+    first, second, *again = [ours.of_request(one) for one in requests]
+    assert first != second and again == [first, second]
+    assert [Adapters().key(flat), Adapters().key(deep)] == [first, second], "the same in every process"
+
+
 def test_files_that_change_later_give_a_key_of_this_process(files: Path) -> None:
     ours = Adapters()
     before = ours.key(adapter(files))

@@ -109,6 +109,7 @@ BAD = {
     "promotion_memory": ["some", 0],
     "pin_memory": ["some", -1, "0%", "101%"],
     "early_prefetch": [1, "true", None],
+    "unique_media_uuids": [1, "true", None],
     "cache_hit_threshold": [-0.1, 1.1, float("nan"), "0.5", True],
     "eviction_policy": ["fifo", None],
     "disk_admission": ["none", 1],

@@ -110,7 +110,7 @@ def test_a_trace_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     assert (trace.block_tokens, trace.tokens, trace.seconds, trace.unique_blocks) == (16, 65, 1.0, 3)
     first, second = trace.requests
     assert (first.prompt_blocks, first.blocks) == (2, [1, 2])
-    assert (second.prompt_blocks, second.blocks) == (1, [1, 2, 3]), "the last token of a prompt is always computed"
+    assert (second.prompt_blocks, second.blocks) == (2, [1, 2, 3]), "generated tokens are no part of the prompt"
     assert trace.cached_percent == pytest.approx(100 * 16 / 65)
     # Without a header blocks have 512 tokens, and the last is not full.
     path.write_text(line(input_length=1000))

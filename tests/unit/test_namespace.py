@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -420,6 +421,13 @@ def test_non_causal_attention_is_declined():
     assert "non-causal" in why_unsupported(vllm_config(), groups)
     both = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": attention(), "b": attention(non_causal=True)})
     assert "non-causal" in why_unsupported(vllm_config(), kv_cache_config([both]))
+
+
+def test_cross_attention_is_declined():
+    """Its KV is that of the encoder's input. vLLM itself has no prefix caching for such models."""
+    cross = CrossAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    groups = kv_cache_config([attention(), cross])
+    assert "CrossAttentionSpec" in why_unsupported(vllm_config(), groups)
 
 
 def test_pooling_of_whole_prompts_is_declined_also_where_prefix_caching_is_forced():

@@ -199,14 +199,6 @@ def test_given_number_of_external_tokens_counts_not_the_answer():
     assert len(job.groups[0].block_ids) == 2
 
 
-def test_full_prompt_hit_leaves_a_token_to_compute():
-    world = World()
-    prefix = tokens(4 * BLOCK)
-    world.prefill(Request("a", prefix))
-    assert world.connector.get_num_new_matched_tokens(Request("b", prefix), 0) == (3 * BLOCK, True)
-    assert world.connector.get_num_new_matched_tokens(Request("c", prefix), 3 * BLOCK) == (0, False)
-
-
 def test_small_gain_is_not_loaded():
     world = World(min_load_tokens=2 * BLOCK)
     prefix = tokens(4 * BLOCK)
@@ -503,9 +495,9 @@ def test_lookup_starts_at_arrival_unless_switched_off_or_incomplete():
     world = World()
     world.connector.on_new_request(Request("a", tokens(2 * BLOCK)))
     world.connector.on_new_request(Request("streaming", tokens(2 * BLOCK), resumable=True))
-    world.connector.on_new_request(Request("short", tokens(BLOCK)))
+    world.connector.on_new_request(Request("short", tokens(BLOCK - 1)))
     world.connector.on_new_request(Request("logprobs", tokens(2 * BLOCK), skip_reading_prefix_cache=True))
-    assert [call for call in world.session.calls if call[0] == "prefetch"] == [("prefetch", "a", 0, BLOCK)]
+    assert [call for call in world.session.calls if call[0] == "prefetch"] == [("prefetch", "a", 0, 2 * BLOCK)]
     world = World(early_prefetch=False)
     world.connector.on_new_request(Request("a", tokens(BLOCK)))
     assert world.session.calls == []
@@ -517,7 +509,7 @@ def test_prefetch_leaves_out_what_the_device_holds():
     coordinator = SimpleNamespace(find_longest_cache_hit=lambda hashes, limit: hit)
     world.connector.bind_kv_cache_manager(SimpleNamespace(enable_caching=True, coordinator=coordinator))
     world.connector.on_new_request(Request("a", tokens(5 * BLOCK)))
-    assert world.session.calls == [("prefetch", "a", 2 * BLOCK, 4 * BLOCK)]
+    assert world.session.calls == [("prefetch", "a", 2 * BLOCK, 5 * BLOCK)]
 
 
 def test_request_that_must_not_read_the_cache_misses():

@@ -17,7 +17,9 @@ from undercroft.metrics import SHADOWS
 from undercroft.option_values import SHADOWS_MAX
 
 BLOCK = 16
-GROUPS = SimpleNamespace(hash_block_size=BLOCK, engine_block_size=BLOCK, hashes=lambda hashes: hashes)
+GROUPS = SimpleNamespace(
+    hash_block_size=BLOCK, engine_block_size=BLOCK, hashes=lambda hashes: hashes, hits_whole_prompts=True
+)
 
 
 def request(prompt: int, blocks: int, tail: int = 1) -> Any:
@@ -50,10 +52,15 @@ def test_a_larger_cache_would_have_had_more() -> None:
     assert set(found["counters"]) <= COUNTERS and set(found["gauges"]) <= GAUGES
 
 
-def test_the_last_token_of_a_prompt_is_never_a_hit() -> None:
-    whole = request(1, 4, tail=0)
-    found = counted([whole, whole], 1000 * BLOCK)
-    assert found["counters"]["shadow_hit_tokens_1"] == 3 * BLOCK
+@pytest.mark.parametrize(("whole", "blocks"), [(True, 4), (False, 3)])
+def test_a_hit_ends_with_the_prompt_where_the_model_allows_it(
+    whole: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GROUPS, "hits_whole_prompts", whole)
+    prompt = request(1, 4, tail=0)
+    prompt.num_tokens += 1  # It has an answer of one token.
+    found = counted([prompt, prompt], 1000 * BLOCK)
+    assert found["counters"]["shadow_hit_tokens_1"] == blocks * BLOCK
 
 
 def test_trouble_is_said_once_and_requests_go_on(

@@ -13,6 +13,8 @@ from undercroft.request_params import LookupParams
 
 UNIT, STEP = 640, 64
 MODEL = Groups(STEP, STEP, ("state", "full"), (UNIT, UNIT), (0, 0), 0)
+ALL: Any = SimpleNamespace(tokens=lambda request: request.num_tokens)
+"""Every token may be cached."""
 
 
 class Session:
@@ -48,7 +50,7 @@ def asked(num_tokens: int) -> Any:
 
 def test_the_deepest_is_found_and_the_others_are_let_go() -> None:
     session, state = Session({64, 704, 832, 1344}), asked(1200)
-    tails = Tails(session, MODEL)
+    tails = Tails(session, MODEL, ALL)
     assert tails.find(state, UNIT) == 832
     assert list(session.open) == [tail_name("one", 832)]
     assert tails.find(state, UNIT) == 832
@@ -59,7 +61,7 @@ def test_the_deepest_is_found_and_the_others_are_let_go() -> None:
 
 def test_that_there_is_none_is_remembered_for_this_boundary() -> None:
     session, state = Session(), asked(1200)
-    tails = Tails(session, MODEL)
+    tails = Tails(session, MODEL, ALL)
     assert tails.find(state, 0) == 0
     session.held = {64, 704}
     assert tails.find(state, 0) == 0
@@ -69,14 +71,14 @@ def test_that_there_is_none_is_remembered_for_this_boundary() -> None:
 
 def test_the_last_token_is_left_to_compute_and_whole_blocks_are_no_tails() -> None:
     session = Session({576, 640, 704})
-    assert Tails(session, MODEL).find(asked(641), 0) == 576
-    assert Tails(session, MODEL).find(asked(704), UNIT) == UNIT
-    assert Tails(Session({704}), MODEL).find(asked(705), UNIT) == 704
+    assert Tails(session, MODEL, ALL).find(asked(641), 0) == 576
+    assert Tails(session, MODEL, ALL).find(asked(704), UNIT) == UNIT
+    assert Tails(Session({704}), MODEL, ALL).find(asked(705), UNIT) == 704
 
 
 def test_what_the_disk_owes_is_found_when_it_has_come_and_let_go_if_not() -> None:
     session, state = Session({704}, {832}), asked(1200)
-    tails = Tails(session, MODEL)
+    tails = Tails(session, MODEL, ALL)
     assert tails.find(state, UNIT) is None
     session.owed, session.held = set(), {704, 832}
     assert tails.find(state, UNIT) == 832
@@ -99,5 +101,5 @@ def test_what_the_disk_owes_is_found_when_it_has_come_and_let_go_if_not() -> Non
 def test_models_without_tails_are_not_looked_up(groups: Groups) -> None:
     session = Session({704})
     assert groups.tail_step == 0
-    assert Tails(session, groups).find(asked(1200), UNIT) == UNIT
+    assert Tails(session, groups, ALL).find(asked(1200), UNIT) == UNIT
     assert not session.open

@@ -25,6 +25,8 @@ from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.launchers import app
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.multimodal import hasher
+from vllm.renderers.base import BaseRenderer
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -84,6 +86,9 @@ CLASS_PLACES: list[tuple[Any, str]] = [
     (BeamSearchOfflineMixin, "beam_search"),
     (BeamSearchOnlineMixin, "beam_search"),
     (app, "init_entrypoints_middleware"),
+    (kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys"),
+    (BaseRenderer, "_process_multimodal"),
+    (hasher, "_get_image_id_bytes"),
 ]
 BY_NAME = {patch.name.upper(): patch for patch in PATCHES}
 
@@ -150,6 +155,7 @@ def apply_all() -> None:
     """Apply every patch of classes and modules, as the plugin, a connector with LoRA and a frontend do."""
     plugin.register()
     vllm_patches.tell_adapters_apart(lambda _: "key", lambda _: None)
+    vllm_patches.tell_embeddings_apart()
     vllm_patches.exempt_requests()
     vllm_patches.end_copies_before_sleep(lambda _: ())
     vllm_patches.end_reservations()
@@ -267,7 +273,8 @@ def test_a_vllm_with_other_internals_is_left_as_it_is(monkeypatch: pytest.Monkey
     assert vllm_patches.problem(BY_NAME[patch]) is not None
     assert getattr(owner, name) is instead
     together = {
-        "HIT_THRESHOLD": CLASS_PLACES[:6],
+        # Another patch changes process_inputs, too.
+        "HIT_THRESHOLD": CLASS_PLACES[:2] + CLASS_PLACES[3:6],
         "MULTI_CONNECTOR_POLICY": [(Scheduler, "_handle_failed_recving")],
         "WEIGHT_CHANGES": [(Scheduler, "reset_prefix_cache"), (EngineCore, "collective_rpc")],
         "ADAPTER_WEIGHTS": [(kv_cache_utils, "_gen_lora_extra_hash_keys"), (EngineCore, "add_lora")],
@@ -481,6 +488,9 @@ def test_the_places_of_instances_exist() -> None:
         "ParallelConfig._undercroft_ranks",
         "Scheduler._undercroft_take_threshold_rejects",
         "InputProcessor._undercroft_threshold",
+        "MultiModalInput.undercroft_media",
+        "SamplingParams.extra_args",
+        "PoolingParams.extra_kwargs",
         "FastAPI.openapi",
         "CompletionRequest.field_names",
         "ChatCompletionRequest.field_names",

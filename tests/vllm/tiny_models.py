@@ -216,6 +216,67 @@ def make_llama4(directory: Path) -> Path:
     return _once(directory, write)
 
 
+LLAVA_IMAGE = VOCAB_SIZE
+"""The token that stands for an image in a prompt of `make_llava`."""
+
+
+def make_llava(directory: Path) -> Path:
+    """A Llava model: an image of 32 x 32 pixels takes 64 tokens. Its answers depend on the images."""
+
+    def write() -> None:
+        from safetensors.torch import load_file
+        from transformers import (
+            AutoTokenizer,
+            CLIPVisionConfig,
+            LlamaConfig,
+            LlavaConfig,
+            LlavaForConditionalGeneration,
+            LlavaProcessor,
+        )
+        from transformers.models.clip.image_processing_clip import CLIPImageProcessor
+
+        s = Shape(hidden=128, intermediate=256, layers=2, heads=2, kv_heads=1)
+        _write_tokenizer(directory, s.vocab)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+        tokenizer.pad_token = "<unk>"
+        assert tokenizer.convert_tokens_to_ids("<image>") == LLAVA_IMAGE
+        text = _llama_config(s, "LlamaForCausalLM", "llama") | {"vocab_size": s.vocab + 24}
+        vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = LlavaConfig(
+            vision_config=CLIPVisionConfig(**vision, image_size=32, patch_size=4),
+            text_config=LlamaConfig(**text),
+            image_token_index=LLAVA_IMAGE,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="default",
+            tie_word_embeddings=False,
+        )
+        config.architectures = ["LlavaForConditionalGeneration"]
+        torch.manual_seed(0)
+        model = LlavaForConditionalGeneration(config)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.ndim >= 2:
+                    weight.copy_(torch.randn_like(weight) * _llava_scale(name, weight[0].numel()))
+        model.save_pretrained(directory)
+        # vLLM knows the vision tower by its older names.
+        file, old = directory / "model.safetensors", "vision_tower.vision_model."
+        tensors = {
+            name if old in name else name.replace("vision_tower.", old): one for name, one in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+        image = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+        LlavaProcessor(
+            image_processor=image,
+            tokenizer=tokenizer,
+            patch_size=4,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        ).save_pretrained(directory)
+
+    return _once(directory, write)
+
+
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llama": make_llama,
     "gemma2": make_gemma2,
@@ -225,6 +286,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "eagle": make_eagle,
     "mtp": make_mtp,
     "qwen3_next": make_qwen3_next,
+    "llava": make_llava,
 }
 
 
@@ -295,6 +357,12 @@ def _decoder_weights(s: Shape, norms: dict[str, float], final_norm: float) -> di
         for name, weight in norms.items():
             tensors[f"{prefix}.{name}.weight"] = torch.full((s.hidden,), weight)
     return tensors
+
+
+def _llava_scale(name: str, inputs: int) -> float:
+    if "embed_tokens" in name:
+        return 1.0
+    return 0.2 if "lm_head" in name else (2.0 if "attn" in name else 1.5) / math.sqrt(inputs)
 
 
 def _qwen3_next_weight(name: str, weight: torch.Tensor) -> torch.Tensor:

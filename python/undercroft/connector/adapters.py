@@ -16,6 +16,8 @@ from typing import Any
 from undercroft.connector.weights import SAMPLED, Digests, weights_digest
 
 _CONFIG = "adapter_config.json"
+_Named = tuple[str, str, bool]
+"""An adapter's name, its path, and whether vLLM reads its experts' weights as tensors of three dimensions."""
 _LOOK_AGAIN_S = 1.0
 """Seconds for which a key is used without a look at the files: these may lie on a slow network file system."""
 
@@ -32,9 +34,9 @@ class Adapters:
         self.weights = SAMPLED
         """How weights are known: the option of this name."""
         self._digests = Digests()
-        self._seen: dict[tuple[str, str], str] = {}
-        self._private: dict[tuple[str, str, str], str] = {}
-        self._recent: dict[tuple[str, str], tuple[float, str]] = {}
+        self._seen: dict[_Named, str] = {}
+        self._private: dict[tuple[Any, ...], str] = {}
+        self._recent: dict[_Named, tuple[float, str]] = {}
         """The last key of each adapter, and the time until which requests use it without a look at the files."""
 
     def look_again(self) -> None:
@@ -47,20 +49,20 @@ class Adapters:
         Looks at the files at most once a second for each adapter.
         """
         adapter = request.lora_request
-        until, recent = self._recent.get((adapter.lora_name, adapter.lora_path), (0.0, ""))
+        until, recent = self._recent.get(_named(adapter), (0.0, ""))
         return recent if time.monotonic() < until else self.key(adapter)
 
     def key(self, adapter: Any) -> str:
         """The key of a `LoRARequest`, from its files as they are now. Call it before the weights are loaded."""
-        named = (adapter.lora_name, adapter.lora_path)
+        named = _named(adapter)
         found = self._key(named)
         # The second begins after the look at the files, which is slow on a slow file system.
         self._recent[named] = (time.monotonic() + _LOOK_AGAIN_S, found)
         return found
 
-    def _key(self, named: tuple[str, str]) -> str:
+    def _key(self, named: _Named) -> str:
         try:
-            found = self._fingerprint(named[1])
+            found = self._fingerprint(named)
         except Exception:  # vLLM calls this for each new request: an error here must not end the engine
             found = ""
         if found and self._seen.setdefault(named, found) == found:
@@ -70,13 +72,19 @@ class Adapters:
             self._seen[named] = ""
         return self._private.setdefault((*named, found), secrets.token_hex(16))
 
-    def _fingerprint(self, path: str) -> str:
+    def _fingerprint(self, named: _Named) -> str:
+        _, path, *reading = named
         directory = _directory(path)
         digest = weights_digest(directory, self._digests, self.weights) if directory else ""
         if directory is None or not digest:
             return ""
         config = (directory / _CONFIG).read_bytes()
-        return hashlib.sha256(json.dumps([digest, hashlib.sha256(config).hexdigest()]).encode()).hexdigest()
+        parts = [digest, hashlib.sha256(config).hexdigest(), *(reading if any(reading) else [])]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _named(adapter: Any) -> _Named:
+    return adapter.lora_name, adapter.lora_path, bool(getattr(adapter, "is_3d_lora_weight", False))
 
 
 def _directory(path: str) -> Path | None:

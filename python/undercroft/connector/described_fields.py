@@ -74,7 +74,7 @@ MODEL = Fields(
             _MEMORY: "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend "
             "sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator",
             _DERIVED: "is_submodel_config",
-            "a block's hash covers the embeddings": "enable_prompt_embeds",
+            "a block's hash, to which vllm_patches.inputs adds, covers the embeddings": "enable_prompt_embeds",
         }
     ),
 )
@@ -317,7 +317,9 @@ VLLM = Fields(
             _OUTPUT: "aux_output_config watermark_config structured_outputs_config reasoning_config",
             _START: "observability_config logging_config profiler_config shutdown_timeout watchdog_config",
             "who else is given KV, and how": "kv_transfer_config kv_events_config",
-            "a block's hash covers the input's content by its identifier": "ec_transfer_config ec_manager_config",
+            "a block's hash covers the input by its name; shareable.py tells which names can be trusted": (
+                "ec_transfer_config ec_manager_config"
+            ),
             "weights that change while vLLM runs: a reset of the cache gives it a namespace of its own": (
                 "weight_transfer_config"
             ),

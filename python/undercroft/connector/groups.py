@@ -78,6 +78,8 @@ class Groups:
     """Per group, tokens of its window or chunk; 0 if it has neither."""
     dropped_tokens: int
     """Tokens by which a hit must end before the cached prefix does: a draft layer's KV depends on the token after."""
+    lookahead_tokens: int = 0
+    """Tokens after a block that its hash also covers."""
     engine_block_size: int = field(init=False)
     """Tokens of a hash block of the engine, a multiple of ``hash_block_size``. A block of every group ends with each
     hash block, so every node of the index has all that a restart needs to find its chain again."""
@@ -107,6 +109,7 @@ class Groups:
             0 if kind == "ignored" else group.kv_cache_spec.block_size
             for kind, group in zip(kinds, groups, strict=True)
         )
+        lookahead = compat.hash_lookahead_tokens(vllm_config)
         drops = compat.drops_last_block(vllm_config) or any(group.is_eagle_group for group in groups)
         if drops:
             # A model with such a draft has no tails: its hits end with whole blocks.
@@ -117,7 +120,8 @@ class Groups:
             kinds,
             block_tokens,
             tuple(compat.group_window(group.kv_cache_spec) for group in groups),
-            alignment if drops and not compat.hash_lookahead_tokens(vllm_config) else 0,
+            alignment if drops and not lookahead else 0,
+            lookahead,
         )
 
     def _has_tails(self, size: int) -> bool:
@@ -158,6 +162,15 @@ class Groups:
             return 0
         windows = (of_engine for of_engine in self.engine_groups if of_engine.kind == "sliding_window")
         return min((-(-(of_engine.window - 1) // of_engine.block_tokens) for of_engine in windows), default=0)
+
+    @property
+    def hits_whole_prompts(self) -> bool:
+        """Whether a hit may end where the prompt ends. vLLM then computes the last token again, for its logits.
+
+        This token needs the blocks before it, but a state or a window of the hit's end does not serve it: the state
+        has taken the token in already, and the window may begin behind the first token that the last one attends to.
+        """
+        return set(self.kinds) == {"full"}
 
     @property
     def has_states(self) -> bool:

@@ -14,9 +14,9 @@ from undercroft.connector.blocking import BlockingWaits
 from undercroft.connector.kept_boundaries import kept_boundaries
 from undercroft.connector.loads import LoadPlan, plan_load
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
-from undercroft.connector.offers import BoundaryState
 from undercroft.connector.request_state import RequestState
 from undercroft.connector.saves import Saves
+from undercroft.connector.shareable import Shareable
 from undercroft.connector.single_flight import SingleFlight
 from undercroft.connector.steps import Steps
 from undercroft.connector.tails import Tails, tail_name
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from undercroft._core import ArenaAddress, Lookup, Session
     from undercroft.config import UndercroftConfig
     from undercroft.connector.groups import Groups
+    from undercroft.connector.offers import BoundaryState
     from undercroft.connector.saves import SaveResult
     from undercroft.connector.stats import Counts
 
@@ -78,7 +79,8 @@ class SchedulerConnector:
         self._lookup = request_params.of_request(None, config)
         self._blocking = BlockingWaits(session, self._lookup.timeout_s)
         self._saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
-        self._tails, self.steps = Tails(session, groups), Steps(session)
+        self._shareable = Shareable(groups, unique_uuids=config.unique_media_uuids)
+        self._tails, self.steps = Tails(session, groups, self._shareable), Steps(session)
         self._least = max(1, config.min_load_tokens or 0)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, LoadPlan | None] = {}
@@ -129,7 +131,7 @@ class SchedulerConnector:
             return
         if request_params.is_brought(request.kv_transfer_params):
             return
-        limit = self._groups.align(request.num_tokens - 1)
+        limit = self._shareable.limit(request)
         if not limit and not self._tails.limit(request):
             return
         local = self._device_tokens(request)
@@ -161,7 +163,7 @@ class SchedulerConnector:
         if self.has_siblings and request_params.is_brought(request.kv_transfer_params):
             return 0, False
         if state.asked_at is None:
-            limit = self._groups.align(request.num_tokens - 1)
+            limit = self._shareable.limit(request)
             if max(limit, self._tails.limit(request)) <= num_computed_tokens:
                 return 0, False
             state.asked_at, state.limit = time.perf_counter(), limit
@@ -271,7 +273,7 @@ class SchedulerConnector:
             state.ran |= request_id in scheduled
             if state.epoch != self._epoch:
                 continue
-            states = [BoundaryState(*state) for state in states_of.get(request_id, ())]
+            states = self._shareable.states(state.request, states_of.get(request_id, ()))
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
             num_hashes = self.complete_hashes(state.request, computed)
             # Each request for slots costs time in proportion to the prompt's length, even for one more block.
@@ -338,7 +340,7 @@ class SchedulerConnector:
         """States (group, device block, boundary) at the end of a request whose `request_finished` follows."""
         state = self._requests.get(request.request_id)
         if state is not None:
-            state.partial_tails = [BoundaryState(*state) for state in offered]
+            state.partial_tails = self._shareable.states(request, offered)
 
     def has_pending_push_work(self) -> bool:
         """Whether a transfer is pending, so that the engine must go on stepping to learn of its end."""
@@ -428,7 +430,7 @@ class SchedulerConnector:
             return num_computed_tokens
         self._note_shared_boundary(state, max(answer.tokens, num_computed_tokens), limit)
         # The limit dates from the first call of this question. The request may have fewer tokens now.
-        base = max(min(answer.tokens, limit, self._groups.align(request.num_tokens - 1)), num_computed_tokens)
+        base = max(min(answer.tokens, limit, self._shareable.limit(request)), num_computed_tokens)
         end = self._tails.find(state, base)
         if end is None and lookup.blocking:
             state.deferred = True
@@ -499,7 +501,7 @@ class SchedulerConnector:
             state.found = None
             # vLLM then asks from the block in which the local hit ends.
             asked = local_tokens - local_tokens % self._groups.engine_block_size
-            limit = self._groups.align(request.num_tokens - 1) if state.asked_at is None else state.limit
+            limit = self._shareable.limit(request) if state.asked_at is None else state.limit
             if state.lookup_failed or limit <= local_tokens or state.is_read_below(asked):
                 return False
             state.min_tokens = self._min_tokens(request)
@@ -530,7 +532,8 @@ class SchedulerConnector:
         """
         if request.resumable and not self.saves_sessions:
             return 0
-        tokens: int = max(0, min(computed_tokens - self._provisional_tokens, request.num_tokens))
+        computed_tokens -= self._provisional_tokens
+        tokens: int = max(0, min(computed_tokens, request.num_tokens, self._shareable.tokens(request)))
         if self._config.save == "prompt":
             tokens = min(tokens, request.num_prompt_tokens)
         whole: int = len(request.block_hashes) * self._groups.hash_block_size

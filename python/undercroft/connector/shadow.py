@@ -72,7 +72,7 @@ class Shadow:
             while (one := self._pending.get()) is not None:
                 prompt_tokens, hashes = one
                 numbers = self._numbers(hashes)
-                prompt = max(0, prompt_tokens - 1) // size
+                prompt = max(0, prompt_tokens - (not self._groups.hits_whole_prompts)) // size
                 hits = [sum(engine.request(prompt, numbers)) * size for engine in engines]
                 self._count(prompt_tokens, hits)
         except Exception as error:

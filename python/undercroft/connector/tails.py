@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from undercroft._core import Session
     from undercroft.connector.groups import Groups
     from undercroft.connector.request_state import RequestState
+    from undercroft.connector.shareable import Shareable
 
 _ENDS_MAX = 128
 """Most ends that are looked up for one request, the deepest first."""
@@ -29,14 +30,15 @@ def tail_name(request_id: str, end: int) -> str:
 class Tails:
     """The lookups of tails."""
 
-    def __init__(self, session: Session, groups: Groups) -> None:
+    def __init__(self, session: Session, groups: Groups, shareable: Shareable) -> None:
         self._session = session
+        self._shareable = shareable
         self._groups = groups
 
     def limit(self, request: Request) -> int:
         """End of the deepest tail that a request can use, in tokens; 0 if the model has no tails."""
         step = self._groups.tail_step
-        return (request.num_tokens - 1) // step * step if step else 0
+        return min(request.num_tokens - 1, self._shareable.tokens(request)) // step * step if step else 0
 
     def begin(self, state: RequestState, base: int) -> None:
         """Start the lookups of the tails in the block after ``base``, and their reads from disk. Idempotent."""

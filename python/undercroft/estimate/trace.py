@@ -30,7 +30,7 @@ class Request:
     tokens: int
     """Tokens of the prompt."""
     prompt_blocks: int
-    """Number of leading blocks that a lookup of the prompt covers. A lookup never covers the prompt's last token."""
+    """Number of leading blocks that a lookup of the prompt covers."""
     blocks: list[int]
     """Numbers of the full blocks."""
     cached: int | None
@@ -119,6 +119,6 @@ def _request(value: dict[str, Any], block_tokens: int, *, recorded: bool) -> Req
         raise ValueError("a negative length, or a block that is no number")
     if not recorded:
         blocks = blocks[: tokens // block_tokens]
-    prompt = min(len(blocks), max(0, tokens - 1) // block_tokens)
+    prompt = min(len(blocks), tokens // block_tokens)
     cached = value.get("cached")
     return Request(float(value["timestamp"]) / 1e3, tokens, prompt, blocks, None if cached is None else int(cached))

@@ -21,16 +21,20 @@ from undercroft.vllm_patches.connector import (
 from undercroft.vllm_patches.data_parallel import count_ranks, ranks_of
 from undercroft.vllm_patches.exempt import exempt_requests
 from undercroft.vllm_patches.hit_threshold import reject_requests
+from undercroft.vllm_patches.inputs import MARK, are_named_by_content, mark_media, tell_embeddings_apart
 from undercroft.vllm_patches.multi_connector import judge_all_hits, recompute_own_failed_loads
 from undercroft.vllm_patches.sleep import end_copies_before_sleep
-from undercroft.vllm_patches.table import HIT_THRESHOLD, PATCHES, Patch, patch_table, problem
+from undercroft.vllm_patches.table import EMBEDDINGS, HIT_THRESHOLD, PATCHES, Patch, patch_table, problem
 from undercroft.vllm_patches.weights import watch_weights
 
 __all__ = [
+    "EMBEDDINGS",
     "HIT_THRESHOLD",
+    "MARK",
     "PATCHES",
     "Patch",
     "after_prefix_cache_reset",
+    "are_named_by_content",
     "before_prefix_cache_reset",
     "check_configuration",
     "count_ranks",
@@ -41,6 +45,7 @@ __all__ = [
     "exempt_requests",
     "free_loaded",
     "judge_all_hits",
+    "mark_media",
     "patch_table",
     "problem",
     "ranks_of",
@@ -49,5 +54,6 @@ __all__ = [
     "reconcile_local_hits",
     "reject_requests",
     "tell_adapters_apart",
+    "tell_embeddings_apart",
     "watch_weights",
 ]

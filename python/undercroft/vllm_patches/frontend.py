@@ -13,7 +13,8 @@ from undercroft.threshold.params import EXEMPT, NAME, InvalidThresholdError, of_
 from undercroft.vllm_patches.rejections import REASONS
 from undercroft.vllm_patches.table import HIT_THRESHOLD, failed
 
-_OURS = "_undercroft_threshold"
+OURS = "_undercroft_threshold"
+"""Attribute of an `InputProcessor`: whether its engine uses undercroft."""
 _log_once = LogOnce()
 
 
@@ -42,7 +43,7 @@ def wrap_input_processor_init(
         except Exception as error:  # A connector whose class cannot be found is not undercroft's.
             failed(HIT_THRESHOLD, error)
             ours = False
-        processor.__dict__[_OURS] = ours
+        processor.__dict__[OURS] = ours
         if ours:
             Frontend.active = True
             exempt_requests()
@@ -59,7 +60,7 @@ def wrap_process_inputs(
     """
 
     def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        if processor.__dict__.get(_OURS):
+        if processor.__dict__.get(OURS):
             _check_hints(None, kwargs.get(hints.NAME), validation_error)
             extra_args = getattr(params, "extra_args", None)
             own = _checked(extra_args, validation_error) if extra_args else None

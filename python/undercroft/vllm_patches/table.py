@@ -105,6 +105,32 @@ ADAPTER_WEIGHTS = Patch(
     "0.31 to 0.33",
     "undercroft is off in engines with LoRA.",
 )
+EMBEDDINGS = Patch(
+    "embeddings",
+    ("kv_cache_utils._gen_prompt_embeds_extra_hash_keys",),
+    "the module, in engines",
+    "vLLM's block hashes hold the bytes of embeddings, not their type, nor the positions of a mixed prompt that have "
+    "tokens instead. The wrapper adds both.",
+    "0.31 to 0.33",
+    "Requests with embeddings are neither looked up nor saved.",
+)
+MEDIA = Patch(
+    "media",
+    (
+        "BaseRenderer._process_multimodal",
+        "hasher._get_image_id_bytes",
+        "InputProcessor.process_inputs",
+        "MultiModalInput.undercroft_media",
+        "SamplingParams.extra_args",
+        "PoolingParams.extra_kwargs",
+    ),
+    "the classes and the module, in every process; prompts and requests with media, where engines use undercroft",
+    "A block hash holds the name of an image, audio or video. A client may choose the name, and the scheduler cannot "
+    "see who has. The wrappers mark the requests whose media vLLM has named by their content.",
+    "0.31 to 0.33",
+    "Of requests with media only the tokens before the first medium are looked up and saved, unless "
+    "`unique_media_uuids` is set.",
+)
 LOCAL_HITS = Patch(
     "local_hits",
     ("KVCacheManager.get_computed_blocks_for_connector",),
@@ -205,6 +231,8 @@ PATCHES = (
     MULTI_CONNECTOR_HITS,
     LOAD_FAILURE_POLICY,
     ADAPTER_WEIGHTS,
+    EMBEDDINGS,
+    MEDIA,
     LOCAL_HITS,
     PREFIX_CACHE_RESET,
     RESERVATIONS,
