@@ -16,6 +16,7 @@ def register() -> None:
 
         vllm_patches.reject_requests()
         vllm_patches.mark_media()
+        vllm_patches.keep_lookahead_hashes(registration.is_ours)
         vllm_patches.check_configuration(registration.check_options)
         vllm_patches.recompute_own_failed_loads(registration.ours_in)
         vllm_patches.judge_all_hits(registration.ours_in)

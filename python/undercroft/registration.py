@@ -29,6 +29,11 @@ def ours_in(connector: Any) -> list[Any]:
     return [one for child in getattr(connector, "_connectors", ()) for one in ours_in(child)]
 
 
+def is_ours(kv_transfer_config: Any) -> bool:
+    """Whether vLLM's configuration names undercroft's connector, and no MultiConnector."""
+    return bool(kv_transfer_config.kv_connector == CONNECTOR)
+
+
 def check_options(kv_transfer_config: Any, local: bool) -> None:
     """Check undercroft's options in vLLM's configuration, alone or inside MultiConnector.
 

@@ -74,6 +74,18 @@ def test_a_chain_is_one_event_with_its_tokens() -> None:
     assert event.kv_cache_spec_kind == "full_attention"
 
 
+def test_the_tokens_after_each_block_are_told_if_its_hash_covers_them() -> None:
+    events, session = made(Groups(BLOCK, BLOCK, ("full",), (BLOCK,), (0,), 0, lookahead_tokens=2))
+    events.arrived(request(3))
+    session.told = [(False, [stored(1), stored(2), stored(7)], False)]
+    known, unknown = events.take()
+    expected = [[2 * BLOCK, 2 * BLOCK + 1], [3 * BLOCK, 3 * BLOCK + 1]]
+    if "lookahead_token_ids" not in BlockStored.__struct_fields__:
+        pytest.skip("this vLLM has no such field")
+    assert known.token_ids == list(range(BLOCK, 3 * BLOCK))
+    assert (known.lookahead_token_ids, unknown.lookahead_token_ids) == (expected, None)
+
+
 def test_generated_tokens_are_told_too() -> None:
     events, session = made()
     growing, whole = request(3), request(8)

@@ -489,6 +489,7 @@ def test_the_places_of_instances_exist() -> None:
         "Scheduler._undercroft_take_threshold_rejects",
         "InputProcessor._undercroft_threshold",
         "MultiModalInput.undercroft_media",
+        "VllmConfig.num_hash_lookahead_tokens",
         "SamplingParams.extra_args",
         "PoolingParams.extra_kwargs",
         "FastAPI.openapi",

@@ -35,7 +35,7 @@ class _Source:
     """The request from which a block's tokens are known."""
 
     tokens: array[int]
-    """The request's tokens from `first` on."""
+    """The request's tokens from `first` on, and the tokens after the last block that its hash covers."""
     first: int
     """The engine's block with which `tokens` begin."""
     lora_id: int | None
@@ -100,7 +100,7 @@ class Events:
             return begin
         size, lora = self._block_size, request.lora_request
         source = _Source(
-            array("i", request.all_token_ids[begin * size : end * size]),
+            array("i", request.all_token_ids[begin * size : end * size + self._groups.lookahead_tokens]),
             begin,
             lora.adapter_id if lora is not None else None,
             lora.name if lora is not None else None,
@@ -161,9 +161,15 @@ class Events:
             return compat.block_removed(block_hashes=names, **place)
         source, index = at
         tokens: list[int] = []
+        after: list[list[int]] | None = None
         if source is not None:
-            begin = (index - source.first) * self._block_size
-            tokens = source.tokens[begin : begin + len(hashes) * self._block_size].tolist()
+            size, lookahead = self._block_size, self._groups.lookahead_tokens
+            begin = (index - source.first) * size
+            end = begin + len(hashes) * size
+            tokens = source.tokens[begin:end].tolist()
+            if lookahead:
+                ends = range(begin + size, end + 1, size)
+                after = [source.tokens[block : block + lookahead].tolist() for block in ends]
         return compat.block_stored(
             block_hashes=names,
             parent_block_hash=None if parent is None else self._name(parent),
@@ -174,6 +180,7 @@ class Events:
             session_id=source.session_id if source is not None else None,
             kv_cache_spec_kind=group.kind,
             kv_cache_spec_sliding_window=group.window,
+            lookahead_token_ids=after,
             **place,
         )
 

@@ -22,6 +22,7 @@ from undercroft.vllm_patches.data_parallel import count_ranks, ranks_of
 from undercroft.vllm_patches.exempt import exempt_requests
 from undercroft.vllm_patches.hit_threshold import reject_requests
 from undercroft.vllm_patches.inputs import MARK, are_named_by_content, mark_media, tell_embeddings_apart
+from undercroft.vllm_patches.lookahead import keep_lookahead_hashes
 from undercroft.vllm_patches.multi_connector import judge_all_hits, recompute_own_failed_loads
 from undercroft.vllm_patches.sleep import end_copies_before_sleep
 from undercroft.vllm_patches.table import EMBEDDINGS, HIT_THRESHOLD, PATCHES, Patch, patch_table, problem
@@ -45,6 +46,7 @@ __all__ = [
     "exempt_requests",
     "free_loaded",
     "judge_all_hits",
+    "keep_lookahead_hashes",
     "mark_media",
     "patch_table",
     "problem",

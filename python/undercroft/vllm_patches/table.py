@@ -131,6 +131,16 @@ MEDIA = Patch(
     "Of requests with media only the tokens before the first medium are looked up and saved, unless "
     "`unique_media_uuids` is set.",
 )
+LOOKAHEAD_HASHES = Patch(
+    "lookahead_hashes",
+    ("VllmConfig.num_hash_lookahead_tokens",),
+    "the class, in every process",
+    "With some drafts a block's hash also covers the next tokens, so that a hit need not end a block earlier. vLLM "
+    "switches these hashes off beside any connector. The wrapper leaves them on for models without states if "
+    "undercroft is the only connector.",
+    "0.33",
+    "With an EAGLE or MTP draft, hits end a block earlier than in vLLM alone.",
+)
 LOCAL_HITS = Patch(
     "local_hits",
     ("KVCacheManager.get_computed_blocks_for_connector",),
@@ -233,6 +243,7 @@ PATCHES = (
     ADAPTER_WEIGHTS,
     EMBEDDINGS,
     MEDIA,
+    LOOKAHEAD_HASHES,
     LOCAL_HITS,
     PREFIX_CACHE_RESET,
     RESERVATIONS,
