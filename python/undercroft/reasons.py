@@ -16,7 +16,8 @@ REASONS: dict[str, str] = {
     "remote_planned": "computing took less time than fetching from the remote store (docs/planning.md)",
     "timed_out": "the wait for the disk was over (promotion_wait, lookup_timeout_ms)",
     "disk_silent": "the disk did not answer",
-    "budget": "reads from disk for other requests took all of promotion_memory",
+    "budget": "reads from disk for other requests took all of promotion_memory, or hits and loads of this vLLM "
+    "keep its whole share of a server's host memory",
     "repeated": "the blocks were read from disk three times and evicted before the load",
     "threshold": "no hit reaches the request's cache_hit_threshold",
     "load_failed": "a load for this request failed before",

@@ -253,3 +253,29 @@ def test_a_server_goes_on_after_it_was_short_of_descriptors(tmp_path: Path) -> N
                 other.recv(1)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
         assert server.status()["pid"] == pid
+
+
+def may_mount() -> bool:
+    """Whether this process may make a namespace of mounts."""
+    return subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs root, to mount a filesystem")
+def test_a_directory_whose_filesystem_is_unmounted_is_not_good(tmp_path: Path) -> None:
+    place = tmp_path / "mount"
+    place.mkdir()
+    mount = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs -o size=96m none {place} && exec "$@"', "sh"]
+    disk = ["--disk-path", str(place / "cache"), "--disk-capacity", "64MiB"]
+    with ServeProcess(tmp_path / "s", *disk, prefix=mount) as server:
+
+        def health() -> str:
+            (found,) = server.status()["info"]["disks"]
+            return found["health"]
+
+        assert health() == "good"
+        enter = ["nsenter", "--mount", "--target", str(server.process.pid)]
+        subprocess.run([*enter, "umount", "--lazy", str(place)], check=True)
+        until("the directory is reported", lambda: health() == "file_missing")
+        (found,) = server.status()["info"]["disks"]
+        assert found["fault"] == "its filesystem was unmounted while it was in use (umount -l)"
+        assert server.stop() == 0

@@ -73,6 +73,7 @@ STATUS = {
             "load_bytes": 1 << 20,
             "save_bytes": 3 << 20,
             "request_bytes": 5 << 20,
+            "held_bytes": 4 << 20,
             "answered": 70,
             "hits": 30,
             "loaded_bytes": 7 << 20,
@@ -272,8 +273,8 @@ def test_status_shows_sessions_jobs_tiers_rates_and_health(
         "/a 1 TiB good <= 1 ms <= 3 ms > 0.01 s > 0.01 s",
         "/b 1 TiB no_writes - - - - No space left on device",
         "",
-        "session connected workers answered hits loaded saved lookups now pending loads saves request memory",
-        "abababababab yes 2 170 30 7 MiB 9 MiB 3 1 1 2 5 MiB",
+        "session connected workers answered hits loaded saved lookups now pending loads saves request memory held",
+        "abababababab yes 2 170 30 7 MiB 9 MiB 3 1 1 2 5 MiB 4 MiB",
         "",
         "rates: 50.0 lookups/s, 0.0 blocks saved/s, disk 4 MiB/s read, 0 B/s written",
     ]

@@ -41,6 +41,7 @@ _SESSION = {
     "loads": "loads",
     "saves": "saves",
     "request memory": "request_bytes",
+    "held": "held_bytes",
 }
 """Column of a session -> its field: totals since the session was opened, then pending numbers."""
 

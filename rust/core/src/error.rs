@@ -184,6 +184,21 @@ pub enum StoreError {
         /// The user of this process.
         uid: u32,
     },
+    /// Another user's link leads to the directory.
+    #[error(
+        "disk_path {path}: the symbolic link {link} on the way belongs to uid {owner}, this process runs as uid {uid}; \
+         its owner may let it lead elsewhere: name its target instead"
+    )]
+    Link {
+        /// The directory.
+        path: PathBuf,
+        /// The link.
+        link: PathBuf,
+        /// The link's owner.
+        owner: u32,
+        /// The user of this process.
+        uid: u32,
+    },
     /// Other users may put files into the directory.
     #[error(
         "disk_path {path} has mode {mode:04o}: other users can write to it; choose another disk_path, or, if no other \
@@ -280,6 +295,7 @@ impl StoreError {
             Self::InUse { .. }
             | Self::Foreign { .. }
             | Self::Owner { .. }
+            | Self::Link { .. }
             | Self::Mode { .. }
             | Self::TooLarge { .. }
             | Self::TooSmall { .. } => false,

@@ -34,7 +34,8 @@ pub enum Reason {
     TimedOut,
     /// The disk did not answer.
     DiskSilent,
-    /// Reads from disk for other requests take all of `promotion_memory`.
+    /// Reads from disk for other requests take all of `promotion_memory`, or the hits and loads of a server's client keep
+    /// its whole share of the host memory.
     Budget,
     /// The blocks were read from disk several times, and evicted or lost before the load.
     Repeated,

@@ -304,6 +304,48 @@ fn for_a_directory_that_is_absent_no_namespace_makes_room() {
 }
 
 #[test]
+fn an_empty_namespace_that_nobody_uses_loses_nothing_at_a_restart() {
+    let mut machine = Machine::new();
+    let mut engine = Engine::new(EngineConfig {
+        namespace_entries_max: 2,
+        ..EngineConfig::new(HOST_BYTES as u64)
+    });
+    engine.attach_disks(vec![machine.image()]);
+    let open = |engine: &mut Engine, name: &str| {
+        let description = name.to_owned();
+        let spec = NamespaceSpec {
+            description,
+            ..spec()
+        };
+        engine.open_session(spec).unwrap()
+    };
+    let [one, two] = ["one", "two"].map(|name| open(&mut engine, name));
+    engine.close_session(two);
+    engine.reset(one);
+    assert_eq!(
+        engine.gauges().volatile_namespaces,
+        0,
+        "the reset is under way"
+    );
+    // Takes the entry that the reset has cleared.
+    let three = open(&mut engine, "three");
+    machine.run(&mut engine);
+    let kept = engine.shared_namespaces().filter(|(_, kept)| *kept).count();
+    assert_eq!((engine.shared_namespaces().count(), kept), (3, 2));
+    assert_eq!(
+        engine.gauges().volatile_namespaces,
+        0,
+        "nobody uses it, and it is empty"
+    );
+    let again = open(&mut engine, "one");
+    machine.run(&mut engine);
+    assert_eq!(engine.gauges().volatile_namespaces, 0, "it makes room");
+    for session in [one, three, again] {
+        engine.close_session(session);
+    }
+}
+
+#[test]
 fn a_flipped_bit_is_a_miss() {
     let mut machine = Machine::new();
     let hashes = chain(6);

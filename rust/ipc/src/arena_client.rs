@@ -1,17 +1,16 @@
 //! A worker's side: gets the arena and maps it.
 
-use std::io::{self, IoSliceMut, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, ErrorKind, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::event::PollFlags;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
 use undercroft_core::arena::{Arena, ArenaError};
 use undercroft_core::session::SessionToken;
 
+use crate::descriptors;
 use crate::frame::{
     self, ARENA_BODY_BYTES, FrameError, FrameKind, HEADER_BYTES, Header, attach_request,
     decode_arena_body,
@@ -161,24 +160,16 @@ fn receive(connection: &UnixStream) -> io::Result<Option<(ArenaAnswer, Option<Ow
     let mut fd = None;
     let mut received = 0;
     while received < answer.len() {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-        let mut parts = [IoSliceMut::new(&mut answer[received..])];
-        let message = match recvmsg(
-            connection,
-            &mut parts,
-            &mut ancillary,
-            RecvFlags::CMSG_CLOEXEC,
-        ) {
-            Err(rustix::io::Errno::INTR) => continue,
-            other => other?,
+        let mut message = match descriptors::receive(connection, &mut answer[received..]) {
+            Ok(message) => message,
+            // Closed before the request was read.
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => return Ok(None),
+            Err(error) => return Err(error),
         };
-        for part in ancillary.drain() {
-            if let RecvAncillaryMessage::ScmRights(fds) = part {
-                fd = fds.last().or(fd);
-            }
-        }
-        if message.bytes == 0 || message.flags.contains(ReturnFlags::CTRUNC) {
+        fd = fd.or_else(|| message.descriptors.pop());
+        if message.bytes == 0 || message.has_descriptors() {
+            // The engine sends one descriptor.
+            descriptors::close_elsewhere(message.descriptors);
             return Ok(None);
         }
         received += message.bytes;

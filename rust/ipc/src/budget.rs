@@ -44,6 +44,12 @@ pub(crate) fn share(limit: u64, used: u64, own: u64) -> u64 {
     limit.saturating_sub(used).saturating_sub(own) / 2
 }
 
+/// Whether a client that then has `own` leaves as much to the others, if `used` of `limit` is then taken. [`share`] for
+/// amounts that the client may have in common with others.
+pub(crate) fn leaves_enough(limit: u64, used: u64, own: u64) -> bool {
+    own <= limit.saturating_sub(used)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,6 +1,6 @@
 //! Connects to a server's socket without long waits, and reads replies from it.
 
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
+use crate::descriptors;
 use crate::frame::{self, FrameError, FrameKind};
 use crate::operation::Operation;
 use crate::peer::peer_uid;
@@ -75,6 +76,7 @@ impl ServerConnection {
             source: errno.into(),
         };
         let socket = connect_at_once(path).map_err(os)?;
+        descriptors::refuse(&socket);
         let found = peer_uid(&socket).map_err(|source| ConnectError::Os {
             path: path.into(),
             source,
@@ -132,13 +134,22 @@ impl ServerConnection {
     ) -> Result<(), ConnectError> {
         let mut scratch = [0; 64 << 10];
         loop {
-            let bytes = match self.stream.read(&mut scratch) {
-                Ok(0) => return Err(self.closed()),
-                Ok(bytes) => bytes,
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+            let received = match descriptors::receive(&self.stream, &mut scratch) {
+                Ok(received) => received,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
                 Err(_) => return Err(self.closed()),
             };
+            let bytes = received.bytes;
+            if received.has_descriptors() {
+                descriptors::close_elsewhere(received.descriptors);
+                return Err(ConnectError::Frame {
+                    path: self.path.clone(),
+                    source: FrameError::Malformed,
+                });
+            }
+            if bytes == 0 {
+                return Err(self.closed());
+            }
             self.inbox.extend_from_slice(&scratch[..bytes]);
             let bad = |source| ConnectError::Frame {
                 path: self.path.clone(),

@@ -9,6 +9,7 @@ mod budget;
 mod client;
 mod client_state;
 mod connection;
+mod descriptors;
 mod dialect;
 mod events;
 pub mod frame;

@@ -15,6 +15,7 @@ mod records;
 mod space;
 mod table;
 mod touched;
+mod way;
 
 pub(crate) use device::Disk;
 pub use device::{DeviceImage, INDEX_BYTES_PER_BLOCK};

@@ -2,9 +2,11 @@
 //! IO engines, that talks to the operating system.
 
 use std::fs::{self, File};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
@@ -15,12 +17,16 @@ use super::files::{DATA, Found, LOCK, SUPER, TABLE};
 use super::fit_table::fit_table;
 use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, Superblock, namespace_offset};
 use super::space::{Filesystem, Held, Sizing, size};
+use super::way;
 use crate::disk::{DeviceImage, Table};
 use crate::error::StoreError;
 use crate::io::DeviceFiles;
 use crate::size::Bytes;
 
 pub use super::space::{CAPACITY_MAX, CAPACITY_MIN, Capacity};
+
+/// How long an answer from the table of mounts is used: its length depends on the machine.
+const MOUNTS_FRESH: Duration = Duration::from_secs(1);
 
 /// The treatment of a store of another format version, which cannot be read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
@@ -126,6 +132,7 @@ impl Directory {
                 .collect(),
             path: self.path,
             lock: self.lock,
+            unmounted: Mutex::default(),
         };
         (self.files, self.image, lock)
     }
@@ -138,6 +145,8 @@ pub struct DirectoryLock {
     /// Names and descriptors of the files that are open.
     files: Vec<(&'static str, OwnedFd)>,
     lock: File,
+    /// Whether the filesystem was unmounted, and when this was looked up.
+    unmounted: Mutex<Option<(Instant, bool)>>,
 }
 
 impl DirectoryLock {
@@ -154,16 +163,48 @@ impl DirectoryLock {
         files::write_owner(&self.lock, Some(socket))
     }
 
-    /// Returns a message if a file was deleted or replaced since it was opened: bytes written from now on are lost when
-    /// the engine ends, or, if the lock file was deleted, another process may use the directory, too. Examines the open
-    /// files, in memory, and never looks up their names on disk.
+    /// Returns a message if a file was deleted or replaced since it was opened, or its filesystem was unmounted: bytes
+    /// written from now on are lost when the engine ends, or another process may use the directory, too. Examines the
+    /// open files and the table of mounts, in memory, and never looks up the names of the files on disk.
     pub fn missing_file(&self) -> Option<String> {
         let gone = |(_, file): &&(&str, OwnedFd)| {
             rustix::fs::fstat(file).is_ok_and(|found| found.st_nlink == 0)
         };
-        let (name, _) = self.files.iter().find(gone)?;
-        Some(format!("the file {name} was deleted or replaced"))
+        if let Some((name, _)) = self.files.iter().find(gone) {
+            return Some(format!("the file {name} was deleted or replaced"));
+        }
+        let gone = "its filesystem was unmounted while it was in use (umount -l)";
+        self.is_unmounted().then(|| gone.to_owned())
     }
+
+    fn is_unmounted(&self) -> bool {
+        // A panic leaves the last answer.
+        let mut looked = self
+            .unmounted
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        match *looked {
+            Some((at, answer)) if at.elapsed() < MOUNTS_FRESH => answer,
+            _ => {
+                let answer = is_unmounted(&self.lock).unwrap_or(false);
+                *looked = Some((Instant::now(), answer));
+                answer
+            }
+        }
+    }
+}
+
+/// Whether the mount through which a file was opened is no longer in the table of mounts; `None` if the kernel does not
+/// tell.
+fn is_unmounted(file: &File) -> Option<bool> {
+    let number = file.as_raw_fd();
+    let about = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}")).ok()?;
+    let of_file = about
+        .lines()
+        .find_map(|line| line.strip_prefix("mnt_id:"))?;
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let mut ids = mounts.lines().filter_map(|line| line.split(' ').next());
+    Some(ids.all(|id| id != of_file.trim()))
 }
 
 /// A directory's contents, read without changing it.
@@ -209,6 +250,7 @@ pub fn open(
     store_id: u64,
 ) -> Result<Directory, StoreError> {
     let options = options.into();
+    let of_way = way::check(path)?;
     files::make(path)?;
     files::check_owner(path)?;
     plan(path, files::find(path, options.encrypted)?, options)?;
@@ -218,6 +260,7 @@ pub fn open(
     // The second look, under the lock: another process may have made a store, used it and ended.
     let found = files::find(path, options.encrypted)?;
     let (sizing, mut notes) = plan(path, found, options)?;
+    notes.extend(of_way);
     if let Found::OtherVersion(version) = found {
         match options.on_other_version {
             OnOtherVersion::SetAside => files::set_aside(path, version)?,
@@ -285,7 +328,8 @@ pub fn examine(path: &Path, options: StoreOptions) -> Result<Examination, StoreE
     };
     rustix::fs::access(place, Access::WRITE_OK | Access::EXEC_OK)
         .map_err(|errno| failed(place, "write there")(errno.into()))?;
-    let (sizing, notes) = plan(path, found, options)?;
+    let (sizing, mut notes) = plan(path, found, options)?;
+    notes.extend(way::check(path)?);
     Ok(Examination {
         capacity: sizing.data_bytes,
         is_kept: matches!(found, Found::Store(_)),

@@ -277,7 +277,10 @@ impl Engine {
                 .namespaces()
                 .filter(|&ns| forest.has_nodes(ns))
                 .count() as u64,
-            volatile_namespaces: self.shared_namespaces().filter(|(_, kept)| !kept).count() as u64,
+            volatile_namespaces: self
+                .namespaces
+                .volatile(&self.residency, |ns| self.sessions.uses(ns))
+                as u64,
             sessions: self.sessions.len() as u64,
             active_lookups: self.sessions.requests.len() as u64,
             loads: transfers.loads,

@@ -76,5 +76,5 @@ pub use recover::Recovery;
 pub use residency::{Moves, TierSize};
 pub use resize::{ResizeOrder, ResizeRefusal, Resized};
 pub use save::{Granted, SaveLimit, SaveProgress, Transfer};
-pub use served::{HitExtents, SessionUsage};
+pub use served::{ChainBytes, HitExtents, SessionUsage};
 pub use sessions::SessionId;

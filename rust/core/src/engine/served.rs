@@ -36,7 +36,65 @@ impl HitExtents {
     }
 }
 
+/// Bytes of the slots in the arena of a chain's required payloads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChainBytes {
+    hash_block_size: u32,
+    /// For each group with required payloads: the hash blocks of a block, and the bytes of a slot.
+    groups: Vec<(u32, u64)>,
+}
+
+impl ChainBytes {
+    /// With hash blocks of so many tokens, and for each group with required payloads the hash blocks of a block and the
+    /// bytes of a slot.
+    pub fn of(hash_block_size: u32, groups: Vec<(u32, u64)>) -> Self {
+        Self {
+            hash_block_size,
+            groups,
+        }
+    }
+
+    /// Whole hash blocks of so many tokens.
+    pub fn hash_blocks(&self, tokens: Tokens) -> u32 {
+        tokens.0 / self.hash_block_size
+    }
+
+    /// Tokens of so many hash blocks.
+    pub fn tokens(&self, hash_blocks: u32) -> Tokens {
+        Tokens(hash_blocks.saturating_mul(self.hash_block_size))
+    }
+
+    /// Bytes between two depths in hash blocks (exclusive, inclusive).
+    pub fn between(&self, after: u32, to: u32) -> u64 {
+        let bytes = |&(of_block, bytes): &(u32, u64)| {
+            u64::from((to / of_block).saturating_sub(after / of_block)) * bytes
+        };
+        self.groups.iter().map(bytes).sum()
+    }
+}
+
 impl Engine {
+    /// The bytes of the chains of a session's namespace; `None` if there is no such session.
+    pub fn chain_bytes(&self, session: SessionId) -> Option<ChainBytes> {
+        let ns = self.sessions.get(session)?.ns;
+        let spec = self.residency.spec(ns);
+        let groups = (0..spec.groups.len()).filter_map(|group| {
+            let of_block = spec.hash_blocks(group);
+            let bytes = self.residency.chain_bytes_of(ns, group, of_block);
+            (bytes > 0).then_some((of_block, bytes))
+        });
+        Some(ChainBytes::of(spec.hash_block_size, groups.collect()))
+    }
+
+    /// Bytes of the windows and states that a hit of a session of so many tokens keeps in the arena.
+    pub fn end_bytes(&self, session: SessionId, hit: Tokens) -> u64 {
+        let Some(session) = self.sessions.get(session) else {
+            return 0;
+        };
+        let depth = hit.0 / self.residency.hash_block_size(session.ns);
+        self.residency.end_bytes(session.ns, depth)
+    }
+
     /// Starts to list the places of the payloads of a request's hit, for [`Engine::step_hit_extents`]. `None` without
     /// a hit.
     pub fn start_hit_extents(

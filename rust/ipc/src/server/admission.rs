@@ -43,7 +43,7 @@ impl Service {
         let own = rustix::process::geteuid().as_raw();
         let pid = match peer_credentials(&stream) {
             Ok((uid, pid)) if uid == own => pid,
-            _ => return self.refuse(),
+            _ => return self.turn_away(stream),
         };
         // Processes of other PID namespaces cannot be told apart.
         let of_process = if pid == 0 {
@@ -64,17 +64,26 @@ impl Service {
             || self.descriptors() >= self.connections_max
             || stream.set_nonblocking(true).is_err()
         {
-            return self.refuse();
+            return self.turn_away(stream);
         }
-        let id = self.connections.insert(Peer::new(stream, pid));
+        // Processes of other PID namespaces cannot be told apart: each of their connections counts for itself.
+        let mut peers = self.connections.values();
+        let same = peers.find(|peer| pid != 0 && peer.pid == pid);
+        let account = self.queue.open(same.map(|peer| peer.account));
+        let id = self.connections.insert(Peer::new(stream, pid, account));
         // A new peer has usually sent its first frame.
         self.queue.push(id, &mut self.connections[id]);
     }
 
-    /// Number of descriptors of connections and of workers' processes.
+    /// Number of descriptors of connections and of workers' processes, and of those that are not closed yet.
     pub(super) fn descriptors(&self) -> usize {
         let attached = self.control.attached.load(Ordering::Relaxed) as usize;
-        self.connections.len() + attached + self.leaving.len()
+        self.connections.len() + attached + self.leaving.len() + self.closer.pending()
+    }
+
+    fn turn_away(&self, stream: UnixStream) {
+        self.refuse();
+        self.closer.end(stream);
     }
 
     pub(super) fn refuse(&self) {

@@ -16,6 +16,7 @@ use undercroft_core::arena::Arena;
 use undercroft_core::driver::Driver;
 use undercroft_core::session::SessionToken;
 
+use crate::descriptors::{self, Closer};
 use crate::socket_dir::{self, SocketError};
 use crate::stats::StatsSource;
 use service::{Service, Terms};
@@ -140,6 +141,10 @@ impl Server {
             step,
             source,
         };
+        if terms.refuses_descriptors {
+            descriptors::refuse(&listener);
+        }
+        let closer = Closer::start().map_err(|error| os("starting a thread", error))?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| os("eventfd", errno.into()))?;
         let control = Arc::new(ServerControl {
@@ -154,7 +159,7 @@ impl Server {
         let of_hook = Arc::clone(&control);
         served.driver.on_progress(move || of_hook.wake());
         let of_service = Arc::clone(&control);
-        let mut service = Service::new(listener, path.clone(), served, of_service, terms);
+        let mut service = Service::new(listener, path.clone(), served, of_service, terms, closer);
         let of_thread = Arc::clone(&control);
         let thread = std::thread::Builder::new()
             .name("undercroft-server".into())

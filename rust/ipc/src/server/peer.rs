@@ -1,14 +1,16 @@
 //! One connection of a server: bytes that have arrived from the peer, and bytes that the peer has not read yet.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use undercroft_core::session::SessionToken;
 
+use super::queue::AccountId;
 use super::service::End;
 use crate::budget::Budget;
+use crate::descriptors::{self, Closer};
 use crate::dialect::Dialect;
 use crate::frame::{self, HEADER_BYTES, Header, VERSION};
 
@@ -66,8 +68,8 @@ pub(super) struct Peer {
     pub(super) since: Instant,
     /// Time since which the rest of a frame is missing.
     half_since: Option<Instant>,
-    /// Time that was spent on the connection, by the count of the fair queue.
-    pub(super) spent: Duration,
+    /// The account of the peer's process in the fair queue.
+    pub(super) account: AccountId,
     /// Whether the connection waits for its turn.
     pub(super) is_queued: bool,
     /// Whether the peer's frame waits for memory.
@@ -75,7 +77,7 @@ pub(super) struct Peer {
 }
 
 impl Peer {
-    pub(super) fn new(stream: UnixStream, pid: i32) -> Self {
+    pub(super) fn new(stream: UnixStream, pid: i32, account: AccountId) -> Self {
         Self {
             stream,
             role: Role::New,
@@ -90,7 +92,7 @@ impl Peer {
             charged: 0,
             since: Instant::now(),
             half_since: None,
-            spent: Duration::ZERO,
+            account,
             is_queued: false,
             lacks_room: false,
         }
@@ -148,7 +150,15 @@ impl Peer {
     }
 
     /// Reads a part of the bytes that have arrived.
-    pub(super) fn fill(&mut self, budget: &mut Budget, scratch: &mut [u8]) -> Result<Filled, End> {
+    ///
+    /// # Errors
+    /// How the connection ends. `Malformed` if the peer has passed descriptors: nobody has asked for them.
+    pub(super) fn fill(
+        &mut self,
+        budget: &mut Budget,
+        scratch: &mut [u8],
+        closer: &Closer,
+    ) -> Result<Filled, End> {
         self.inbox.drain(..self.done);
         self.done = 0;
         self.lacks_room = !self.make_room(budget)?;
@@ -156,30 +166,36 @@ impl Peer {
             self.half_since = None;
             return Ok(Filled::NoRoom);
         }
-        loop {
-            return match self.stream.read(scratch) {
-                Ok(0) if self.inbox.is_empty() => Err(End::Closed),
-                Ok(0) => Err(End::Malformed),
-                Ok(bytes) => {
-                    self.inbox.extend_from_slice(&scratch[..bytes]);
-                    let is_worker = matches!(self.role, Role::Worker(_));
-                    if is_worker && self.inbox.len() > HEADER_BYTES {
-                        // After its first frame a worker sends one header only, to release the arena.
-                        return Err(End::Malformed);
-                    }
-                    self.charge(budget, self.inbox.capacity());
-                    Ok(if bytes < scratch.len() {
-                        Filled::All
-                    } else {
-                        Filled::More
-                    })
-                }
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(Filled::All),
-                Err(error) if error.kind() == ErrorKind::ConnectionReset => Err(self.reset()),
-                Err(_) => Err(End::Closed),
-            };
+        let received = match descriptors::receive(&self.stream, scratch) {
+            Ok(received) => received,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Filled::All),
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => return Err(self.reset()),
+            Err(_) => return Err(End::Closed),
+        };
+        if received.has_descriptors() {
+            closer.close(received.descriptors);
+            return Err(End::Malformed);
         }
+        let bytes = received.bytes;
+        if bytes == 0 {
+            return Err(if self.inbox.is_empty() {
+                End::Closed
+            } else {
+                End::Malformed
+            });
+        }
+        self.inbox.extend_from_slice(&scratch[..bytes]);
+        let is_worker = matches!(self.role, Role::Worker(_));
+        if is_worker && self.inbox.len() > HEADER_BYTES {
+            // After its first frame a worker sends one header only, to release the arena.
+            return Err(End::Malformed);
+        }
+        self.charge(budget, self.inbox.capacity());
+        Ok(if bytes < scratch.len() {
+            Filled::All
+        } else {
+            Filled::More
+        })
     }
 
     /// The end of a peer that did not read all that was sent. The kernel closes a descriptor that was not received.

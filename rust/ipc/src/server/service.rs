@@ -1,7 +1,7 @@
 //! The event loop of a server.
 //!
-//! Each turn has a limit of time. The connections with work get slices of the turn, first the connections that have had
-//! the least time. Work that is longer than a slice is carried out in steps.
+//! Each turn has a limit of time. The connections with work get slices of the turn, first those of the processes that
+//! have had the least processor time. Work that is longer than a slice is carried out in steps.
 
 use std::collections::HashMap;
 use std::os::unix::net::UnixListener;
@@ -18,9 +18,10 @@ use undercroft_core::session::{SessionSpec, SessionToken};
 use super::admission::{describe, hand_over};
 use super::leaving::{LeavingWorkers, process_of};
 use super::peer::{Filled, Peer, READ_BYTES, Role};
-use super::queue::FairQueue;
+use super::queue::{FairQueue, processor_time};
 use super::{Served, ServerControl};
 use crate::budget::Budget;
+use crate::descriptors::Closer;
 use crate::dialect::{self, Dialect};
 use crate::frame::{self, ATTACH_BODY_BYTES, FrameError, FrameKind, HEADER_BYTES};
 use crate::protocol::{ClientMessage, ServerMessage};
@@ -71,12 +72,15 @@ pub(super) struct Terms {
     pub(super) dialects: &'static [Dialect],
     /// Longest silence of a connection without a session, and longest wait for the rest of a frame.
     pub(super) silence_max: Duration,
+    /// Whether the kernel refuses descriptors, if it can.
+    pub(super) refuses_descriptors: bool,
 }
 
 impl Terms {
     pub(super) const USUAL: Self = Self {
         dialects: dialect::OLDER,
         silence_max: SILENCE_MAX,
+        refuses_descriptors: true,
     };
 }
 
@@ -96,6 +100,7 @@ pub(super) struct Service {
     terms: Terms,
     inboxes: Budget,
     scratch: Vec<u8>,
+    pub(super) closer: Closer,
     status: Report,
     /// End of a pause after accepting has failed (for example without free descriptors). The listener is not polled in
     /// this pause, since it stays readable.
@@ -142,6 +147,7 @@ impl Service {
         served: Served,
         control: Arc<ServerControl>,
         terms: Terms,
+        closer: Closer,
     ) -> Self {
         let now = Instant::now();
         let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
@@ -165,6 +171,7 @@ impl Service {
             terms,
             inboxes: Budget::new(INBOX_LIMIT, INBOX_FLOOR),
             scratch: vec![0; READ_BYTES],
+            closer,
             status: Report::default(),
             paused_until: None,
             sweep_at: now + PAUSE,
@@ -192,6 +199,9 @@ impl Service {
                 self.accept();
             }
             self.sweep();
+        }
+        for (_, peer) in self.connections.drain() {
+            self.closer.end(peer.stream);
         }
     }
 
@@ -271,7 +281,15 @@ impl Service {
 
     /// Serves the requests of a connection for one slice of time. Returns whether there is more to do.
     fn serve(&mut self, id: ConnectionId) -> Result<bool, End> {
-        let start = Instant::now();
+        let (start, before) = (Instant::now(), processor_time());
+        let account = self.connections[id].account;
+        let served = self.serve_slice(id, start);
+        // Even if the connection ends: its process may have others.
+        self.queue.charge(account, processor_time() - before);
+        served
+    }
+
+    fn serve_slice(&mut self, id: ConnectionId, start: Instant) -> Result<bool, End> {
         self.connections[id].send()?;
         let mut is_read = false;
         let more = loop {
@@ -294,7 +312,7 @@ impl Service {
                         peer.shrink(&mut self.inboxes);
                         break false;
                     }
-                    None => match peer.fill(&mut self.inboxes, &mut self.scratch)? {
+                    None => match peer.fill(&mut self.inboxes, &mut self.scratch, &self.closer)? {
                         Filled::NoRoom => break false,
                         filled => is_read = filled == Filled::All,
                     },
@@ -304,9 +322,7 @@ impl Service {
                 break true;
             }
         };
-        let peer = &mut self.connections[id];
-        peer.send()?;
-        peer.spent += start.elapsed();
+        self.connections[id].send()?;
         Ok(more)
     }
 
@@ -494,6 +510,7 @@ impl Service {
             return;
         };
         peer.release(&mut self.inboxes);
+        self.queue.close(peer.account);
         match end {
             End::Closed | End::LetGo => {}
             End::Refused => self.refuse(),
@@ -507,6 +524,7 @@ impl Service {
                 let _ = rustix::io::write(&peer.stream, &peer.outbox);
             }
         }
+        self.closer.end(peer.stream);
         match peer.role {
             Role::New => {}
             Role::Worker(token) => {

@@ -1,10 +1,13 @@
 //! A server that speaks an older version of the protocol, too, and one that waits less long.
 
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use undercroft_core::arena::Arena;
 use undercroft_core::driver::Driver;
 use undercroft_core::engine::{Engine, EngineConfig};
@@ -14,10 +17,13 @@ use undercroft_core::session::{SessionToken, Tokens};
 
 use super::service::Terms;
 use super::{Served, Server, SocketLocation};
+use crate::descriptors::tests::lingering;
 use crate::dialect::Dialect;
 use crate::frame::{self, FrameKind, HEADER_BYTES, Header, VERSION};
 use crate::protocol::{ClientMessage, ServerMessage};
 use crate::stats::StatsSource;
+
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// In the words of the version before, every message began with one byte more.
 static BEFORE: &[Dialect] = &[Dialect {
@@ -80,8 +86,7 @@ fn hear(stream: &mut UnixStream) -> (u16, Vec<u8>) {
 
 fn connect(path: &std::path::Path) -> UnixStream {
     let stream = UnixStream::connect(path).unwrap();
-    let timeout = Some(Duration::from_secs(60));
-    stream.set_read_timeout(timeout).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream
 }
 
@@ -140,6 +145,54 @@ fn frame_of(message: &ClientMessage<'_>) -> Vec<u8> {
     let mut bytes = Vec::new();
     assert!(message.append_to(&mut bytes));
     bytes
+}
+
+/// Passes a descriptor with half of a header.
+fn pass(stream: &UnixStream, descriptor: OwnedFd) -> Result<usize, rustix::io::Errno> {
+    let descriptors = [descriptor.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
+    let bytes = [IoSlice::new(b"UCFT")];
+    sendmsg(stream, &bytes, &mut ancillary, SendFlags::NOSIGNAL)
+}
+
+#[test]
+fn descriptors_that_nobody_has_asked_for_end_their_connection_and_delay_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("run/s.sock");
+    let terms = Terms {
+        refuses_descriptors: false,
+        ..Terms::USUAL
+    };
+    let server = serve_on(&path, terms);
+    let mut bad = connect(&path);
+    let (lingers, receiver) = lingering(2 * PATIENCE);
+    assert_eq!(pass(&bad, lingers), Ok(4));
+    assert_eq!(bad.read(&mut [0]).unwrap(), 0, "closed");
+    let mut other = connect(&path);
+    let mut bytes = Vec::new();
+    assert!(ClientMessage::Status.append_to(&mut bytes));
+    other.write_all(&bytes).unwrap();
+    assert_eq!(hear(&mut other).0, VERSION, "while the close waits");
+    assert_eq!(server.counters().malformed, 1);
+    drop(receiver);
+}
+
+#[test]
+fn the_kernel_refuses_descriptors_for_the_server_if_it_can() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("run/s.sock");
+    let server = serve_on(&path, Terms::USUAL);
+    let mut bad = connect(&path);
+    match pass(&bad, std::fs::File::open("/dev/null").unwrap().into()) {
+        Err(errno) => assert_eq!(errno, rustix::io::Errno::PERM),
+        // Before Linux 6.16.
+        Ok(_) => {
+            assert_eq!(bad.read(&mut [0]).unwrap(), 0, "closed");
+            assert_eq!(server.counters().malformed, 1);
+        }
+    }
 }
 
 #[test]

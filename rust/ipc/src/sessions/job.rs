@@ -92,6 +92,11 @@ pub(super) struct FoundHit {
     pub(super) shared: Tokens,
     pub(super) rest: Option<Rest>,
     pub(super) from_disk: Option<(Tokens, Tokens)>,
+    /// Bytes of the windows and states at its end.
+    pub(super) end_bytes: u64,
+    /// Bytes of host memory, and of the saves under way in it.
+    pub(super) host_capacity: u64,
+    pub(super) save_bytes: u64,
     pub(super) left: HitExtents,
     /// Parts of the extents, from the end of the hit to its begin.
     pub(super) parts: Vec<Vec<Extent>>,

@@ -16,9 +16,11 @@ use crate::budget::Budget;
 use crate::frame::HEADER_BYTES;
 use crate::protocol::{ClientMessage, ServerMessage};
 use crate::stats::{Report, StatsSource};
+use held::HeldChains;
 pub(crate) use session::ANSWERS_MAX;
 use session::{Budgets, ServedSession};
 
+mod held;
 mod hints;
 mod job;
 mod request;
@@ -72,6 +74,7 @@ impl ServedSessions {
             budgets: Budgets {
                 hashes: Budget::new(HASHES_LIMIT, HASHES_FLOOR),
                 answers: Budget::new(ANSWERS_LIMIT, ANSWERS_FLOOR),
+                held: HeldChains::default(),
             },
             ending: VecDeque::new(),
             lookups: 0,
@@ -84,17 +87,21 @@ impl ServedSessions {
         spec: SessionSpec,
         info: &Value,
     ) -> (Option<SessionToken>, ServerMessage) {
-        let namespace = spec.namespace.digest().to_hex();
-        let opened = self.driver.enter(|engine| engine.open_session(spec));
+        let (namespace, private) = (spec.namespace.digest().to_hex(), spec.private);
+        let opened = self.driver.enter(|engine| {
+            let opened = engine.open_session(spec);
+            opened.map(|id| (id, engine.chain_bytes(id)))
+        });
         let refused = |reason: String| (None, ServerMessage::Refused { reason });
-        let id = match opened {
-            Some(Ok(id)) => id,
+        let failed = || refused("the engine has failed; see the server's log".to_owned());
+        let (id, chain_bytes) = match opened {
+            Some(Ok((id, Some(chain_bytes)))) => (id, chain_bytes),
             Some(Err(error)) => return refused(error.to_string()),
-            None => return refused("the engine has failed; see the server's log".to_owned()),
+            Some(Ok((_, None))) | None => return failed(),
         };
         let token = new_token();
-        self.sessions
-            .insert(token, ServedSession::new(id, namespace));
+        let session = ServedSession::new(id, &namespace, private, chain_bytes);
+        self.sessions.insert(token, session);
         let reply = ServerMessage::Registered {
             session: token,
             arena_id: self.arena_id,
@@ -176,7 +183,7 @@ impl ServedSessions {
             ClientMessage::ReportSteps { steps } => {
                 driver.enter(|engine| engine.report_steps(session.id, &steps));
             }
-            ClientMessage::EndLookup { request } => session.end_lookup(driver, request),
+            ClientMessage::EndLookup { request } => session.end_lookup(driver, request, budgets),
             ClientMessage::FinishRequest { request } => {
                 session.finish_request(driver, request, budgets);
             }
@@ -188,7 +195,7 @@ impl ServedSessions {
             } => session.begin_load(driver, request, transfer, (computed, external))?,
             ClientMessage::BeginSave(save) => session.begin_save(driver, save, budgets, out)?,
             ClientMessage::EndTransfer { transfer, ok } => {
-                session.end_transfer(driver, transfer, ok);
+                session.end_transfer(driver, transfer, ok, budgets);
             }
             ClientMessage::Reset { reset } => {
                 session.reset(driver, reset)?;
@@ -281,10 +288,11 @@ impl ServedSessions {
     pub(crate) fn describe(&self, attached: u64) -> Value {
         let served = self.sessions.values().map(|session| {
             let report = SessionReport {
-                namespace: session.namespace.clone(),
+                namespace: session.namespace.to_string(),
                 connected: session.connected,
                 workers: session.workers as u64,
                 request_bytes: session.bytes(),
+                held_bytes: session.held_bytes(),
             };
             (session.id, report)
         });
@@ -299,6 +307,7 @@ impl ServedSessions {
                     connected: true,
                     workers: attached.saturating_sub(of_served),
                     request_bytes: 0,
+                    held_bytes: 0,
                 };
                 (id, report)
             });
@@ -320,6 +329,8 @@ struct SessionReport {
     workers: u64,
     /// Bytes of the session's requests in the server.
     request_bytes: u64,
+    /// Bytes of host memory that its hits and loads keep from eviction, if the session has a share.
+    held_bytes: u64,
 }
 
 impl SessionReport {
@@ -329,6 +340,7 @@ impl SessionReport {
             "workers": self.workers, "lookups": usage.lookups, "pending": usage.pending,
             "loads": usage.loads, "saves": usage.saves, "load_bytes": usage.load_bytes,
             "save_bytes": usage.save_bytes, "request_bytes": self.request_bytes,
+            "held_bytes": self.held_bytes,
             "answered": usage.answered, "hits": usage.hits,
             "loaded_bytes": usage.loaded_bytes, "saved_bytes": usage.saved_bytes,
         })

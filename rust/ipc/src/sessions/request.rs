@@ -1,11 +1,14 @@
 //! One request of a session: its hashes, and its lookups.
 
+use std::sync::Arc;
+
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{Engine, LookupCursor, SessionId};
 use undercroft_core::explain::Rest;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
+use super::held::HeldChain;
 use super::job::{FoundHit, HIT_STEP};
 use crate::protocol::LookupAnswer;
 
@@ -40,6 +43,8 @@ pub(super) struct ServedRequest {
     /// Tokens that the vLLM computes before this request.
     pub(super) queued: Tokens,
     pub(super) priority: Priority,
+    /// The chain that the answer of the last lookup keeps.
+    pub(super) held: Option<Arc<HeldChain>>,
 }
 
 /// The state of a lookup.
@@ -63,6 +68,7 @@ impl ServedRequest {
             wait: None,
             queued: Tokens(0),
             priority: Priority::Prefetch,
+            held: None,
         }
     }
 
@@ -131,6 +137,9 @@ impl ServedRequest {
             shared: hit.shared,
             rest,
             from_disk: engine.from_disk(id, &self.name),
+            end_bytes: engine.end_bytes(id, hit.tokens),
+            host_capacity: engine.host_capacity(),
+            save_bytes: engine.save_bytes(id).1,
             left,
             parts: part.into_iter().collect(),
         }))

@@ -15,6 +15,8 @@ impl ServedSession {
             return Err(Violation);
         }
         driver.enter(|engine| engine.reset(self.id));
+        // Its namespace is private from now on.
+        self.leave_scope();
         self.resets.push(reset);
         Ok(())
     }
@@ -39,7 +41,7 @@ mod tests {
     use std::sync::Arc;
 
     use undercroft_core::arena::Arena;
-    use undercroft_core::engine::{Engine, EngineConfig};
+    use undercroft_core::engine::{ChainBytes, Engine, EngineConfig};
     use undercroft_core::io::{IoEngineChoice, open_io_engine};
     use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
     use undercroft_core::session::SessionSpec;
@@ -62,7 +64,8 @@ mod tests {
             }],
         };
         let id = driver.enter(|engine| engine.open_session(SessionSpec::from(namespace)));
-        let mut session = ServedSession::new(id.unwrap().unwrap(), String::new());
+        let chain_bytes = ChainBytes::of(16, Vec::new());
+        let mut session = ServedSession::new(id.unwrap().unwrap(), "", false, chain_bytes);
         for reset in 0..RESETS_MAX as u64 {
             assert_eq!(session.reset(&driver, reset), Ok(()));
         }

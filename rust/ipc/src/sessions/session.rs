@@ -9,15 +9,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::{Engine, SessionId};
+use undercroft_core::engine::{ChainBytes, Engine, SessionId};
 use undercroft_core::explain::Rest;
 use undercroft_core::key::BlockHash;
-use undercroft_core::session::{BlockEvents, Priority, Tokens, TransferId};
+use undercroft_core::session::{BlockEvents, Priority, Tokens};
 
 use super::Violation;
+use super::held::{HeldChain, HeldChains};
 use super::job::{HASH_STEP, HIT_STEP, HashJob, HitJob, Job, Then};
 use super::request::{Looked, REQUEST_BYTES, ServedRequest, bytes_of, growth};
-use super::transfers::end_some;
+use super::transfers::{ServedTransfer, end_some};
 use crate::budget::Budget;
 use crate::protocol::{
     HASHES_MAX, HashRun, LeasedHit, LookupAnswer, LookupMessage, REQUESTS_MAX, ServerMessage,
@@ -37,37 +38,53 @@ pub(super) struct Budgets {
     pub(super) hashes: Budget,
     /// Extents of hits that are being collected.
     pub(super) answers: Budget,
+    /// Host memory that hits and loads keep.
+    pub(super) held: HeldChains,
 }
 
 #[derive(Debug)]
 pub(super) struct ServedSession {
     pub(super) id: SessionId,
     /// Digest of the namespace, hexadecimal.
-    pub(super) namespace: String,
+    pub(super) namespace: Arc<str>,
+    /// The namespace, or a name of its own for a session that shares no blocks.
+    pub(super) scope: Arc<str>,
+    pub(super) chain_bytes: Arc<ChainBytes>,
+    /// Host memory that the session's hits and loads keep.
+    pub(super) held: HeldChains,
     pub(super) connected: bool,
     /// Workers that have the arena mapped.
     pub(super) workers: usize,
     pub(super) requests: HashMap<u64, ServedRequest>,
     /// Bytes of the requests.
-    request_bytes: u64,
+    pub(super) request_bytes: u64,
     /// Bytes of the extents that are being collected.
     answer_bytes: u64,
     /// Requests whose lookup is pending.
     pending: VecDeque<u64>,
     /// Loads and saves under way, by the client's numbers.
-    pub(super) transfers: HashMap<u64, TransferId>,
+    pub(super) transfers: HashMap<u64, ServedTransfer>,
     /// Resets that have not been answered.
     pub(super) resets: Vec<u64>,
     pub(super) jobs: VecDeque<Job>,
-    /// Names of the requests of a client whose connection has ended.
-    left_behind: Vec<String>,
+    /// Requests of a client whose connection has ended: the engine's names, and the chains of their hits.
+    left_behind: Vec<(String, Option<Arc<HeldChain>>)>,
 }
 
 impl ServedSession {
-    pub(super) fn new(id: SessionId, namespace: String) -> Self {
-        Self {
+    pub(super) fn new(
+        id: SessionId,
+        namespace: &str,
+        private: bool,
+        chain_bytes: ChainBytes,
+    ) -> Self {
+        let namespace = Arc::from(namespace);
+        let mut session = Self {
             id,
+            scope: Arc::clone(&namespace),
             namespace,
+            chain_bytes: Arc::new(chain_bytes),
+            held: HeldChains::default(),
             connected: true,
             workers: 0,
             requests: HashMap::new(),
@@ -78,7 +95,11 @@ impl ServedSession {
             resets: Vec::new(),
             jobs: VecDeque::new(),
             left_behind: Vec::new(),
+        };
+        if private {
+            session.leave_scope();
         }
+        session
     }
 
     /// The client's connection has ended. Loads, saves and the leases of hits stay: workers may copy.
@@ -102,10 +123,10 @@ impl ServedSession {
     ) -> bool {
         let some: Vec<u64> = self.requests.keys().copied().take(PENDING_STEP).collect();
         for request in some {
-            if let Some(state) = self.requests.remove(&request) {
+            if let Some(mut state) = self.requests.remove(&request) {
                 self.forget(&state, budgets);
                 driver.enter(|engine| engine.end_unanswered(self.id, &state.name));
-                self.left_behind.push(state.name);
+                self.left_behind.push((state.name, state.held.take()));
             }
         }
         if !self.requests.is_empty() {
@@ -115,12 +136,14 @@ impl ServedSession {
             return true;
         }
         let from = self.left_behind.len().saturating_sub(PENDING_STEP);
-        for name in self.left_behind.drain(from..) {
+        for (name, held) in self.left_behind.split_off(from) {
             driver.enter(|engine| engine.finish_request(self.id, &name));
+            self.let_go(held, budgets);
         }
-        if let Some((&transfer, &id)) = self.transfers.iter().next() {
-            if end_some(driver, id, false) {
-                self.transfers.remove(&transfer);
+        if let Some((&number, transfer)) = self.transfers.iter().next() {
+            if end_some(driver, transfer.id, false) {
+                let held = self.transfers.remove(&number).and_then(|of| of.held);
+                self.let_go(held, budgets);
             }
             return false;
         }
@@ -285,11 +308,10 @@ impl ServedSession {
     /// Carries out the lookup of a request whose hashes the server has.
     fn look_up(&mut self, driver: &Driver, budgets: &mut Budgets, request: u64, out: &mut Vec<u8>) {
         self.forget_pending(request);
-        let id = self.id;
-        let Some(state) = self.requests.get(&request) else {
+        if !self.requests.contains_key(&request) {
             return;
-        };
-        let looked = state.lookup(driver, id);
+        }
+        let looked = self.looked(driver, budgets, request);
         let looked = looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING, None));
         self.answer(driver, budgets, request, true, looked, out);
     }
@@ -320,8 +342,9 @@ impl ServedSession {
         };
         let bytes = 8 * hit.left.blocks();
         if !budgets.answers.allows(self.answer_bytes, bytes) {
-            // The lease ends with the request's next lookup, or with the request.
-            let shared = hit.shared;
+            let (shared, held) = (hit.shared, state.held.take());
+            driver.enter(|engine| engine.end_lookup(self.id, &state.name));
+            self.let_go(held, budgets);
             let answer = LookupAnswer::Miss { shared };
             return append_answer((request, version, direct), answer, hit.rest, out);
         }
@@ -390,19 +413,22 @@ impl ServedSession {
         }
     }
 
-    pub(super) fn end_lookup(&mut self, driver: &Driver, request: u64) {
+    pub(super) fn end_lookup(&mut self, driver: &Driver, request: u64, budgets: &mut Budgets) {
         self.forget_pending(request);
         if let Some(state) = self.requests.get_mut(&request) {
             state.priority = Priority::Prefetch;
             driver.enter(|engine| engine.end_lookup(self.id, &state.name));
+            let held = state.held.take();
+            self.let_go(held, budgets);
         }
     }
 
     pub(super) fn finish_request(&mut self, driver: &Driver, request: u64, budgets: &mut Budgets) {
         self.forget_pending(request);
-        if let Some(state) = self.requests.remove(&request) {
+        if let Some(mut state) = self.requests.remove(&request) {
             self.forget(&state, budgets);
             driver.enter(|engine| engine.finish_request(self.id, &state.name));
+            self.let_go(state.held.take(), budgets);
         }
     }
 
@@ -415,7 +441,7 @@ impl ServedSession {
     ) -> Result<(), Violation> {
         match self.jobs.pop_front() {
             Some(Job::Hashes(job)) => self.take_more_hashes(driver, budgets, job, out)?,
-            Some(Job::Save(job)) => self.go_on_saving(driver, job, out),
+            Some(Job::Save(job)) => self.go_on_saving(driver, job, budgets, out),
             Some(Job::Hit(job)) => self.tell_hit(driver, budgets, job, out),
             Some(Job::End { transfer, ok }) if !end_some(driver, transfer, ok) => {
                 self.jobs.push_front(Job::End { transfer, ok });
@@ -449,7 +475,7 @@ impl ServedSession {
                 self.look_up(driver, budgets, job.request, out);
                 Ok(())
             }
-            Then::Save(asked) => self.save(driver, job.request, asked, out),
+            Then::Save(asked) => self.save(driver, job.request, asked, budgets, out),
             Then::Hint(asked) => {
                 self.hint(driver, job.request, &asked, out);
                 Ok(())
@@ -503,14 +529,16 @@ impl ServedSession {
                 self.pending.push_back(request);
                 continue;
             }
-            let Some(state) = self.requests.get_mut(&request) else {
+            if !self.requests.contains_key(&request) {
                 continue;
-            };
-            let looked = state.lookup(driver, id);
+            }
+            let looked = self.looked(driver, budgets, request);
             match looked.unwrap_or(Looked::Answer(LookupAnswer::NOTHING, None)) {
                 Looked::Answer(answer, _) if answer.is_pending() => self.pending.push_back(request),
                 looked => {
-                    state.pending = false;
+                    if let Some(state) = self.requests.get_mut(&request) {
+                        state.pending = false;
+                    }
                     self.answer(driver, budgets, request, false, looked, out);
                 }
             }

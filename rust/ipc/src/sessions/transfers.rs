@@ -8,6 +8,7 @@ use undercroft_core::engine::{SaveLimit, SaveProgress};
 use undercroft_core::session::{Extent, SaveRequest, Tokens, TransferId, append_extents};
 
 use super::Violation;
+use super::held::HeldChain;
 use super::job::{Job, SAVE_STEP, SaveAsked, SaveJob, Then};
 use super::session::{Budgets, ServedSession};
 use crate::budget::share;
@@ -15,6 +16,14 @@ use crate::protocol::{SaveMessage, ServerMessage};
 
 /// Most loads and saves of a session at a time.
 const TRANSFERS_MAX: usize = 1 << 16;
+
+/// A load or a save under way.
+#[derive(Debug)]
+pub(super) struct ServedTransfer {
+    pub(super) id: TransferId,
+    /// The chain that a load keeps.
+    pub(super) held: Option<Arc<HeldChain>>,
+}
 
 impl ServedSession {
     pub(super) fn begin_load(
@@ -25,12 +34,14 @@ impl ServedSession {
         (computed, external): (Tokens, Tokens),
     ) -> Result<(), Violation> {
         self.check_transfer(transfer)?;
-        let state = self.requests.get(&request).ok_or(Violation)?;
+        let state = self.requests.get_mut(&request).ok_or(Violation)?;
         let load = driver
             .enter(|engine| engine.begin_known_load(self.id, &state.name, computed, external));
         match load {
-            Some(Some(load)) => {
-                self.transfers.insert(transfer, load);
+            Some(Some(id)) => {
+                // The load keeps the chain of the hit, which has ended.
+                let held = state.held.take();
+                self.transfers.insert(transfer, ServedTransfer { id, held });
                 Ok(())
             }
             // No lease keeps the payloads of this load, so the client's workers must not copy them. The server never
@@ -62,7 +73,7 @@ impl ServedSession {
         self.check_transfer(message.transfer)?;
         self.take_hashes(message.request, &message.hashes, budgets)?;
         let (request, asked) = asked_save(message);
-        self.save(driver, request, asked, out)
+        self.save(driver, request, asked, budgets, out)
     }
 
     /// Like [`ServedSession::begin_save`], with many hashes, which are in `frame` at `left`.
@@ -84,6 +95,7 @@ impl ServedSession {
         driver: &Driver,
         request: u64,
         asked: SaveAsked,
+        budgets: &mut Budgets,
         out: &mut Vec<u8>,
     ) -> Result<(), Violation> {
         self.check_transfer(asked.transfer)?;
@@ -97,28 +109,36 @@ impl ServedSession {
             append_grant(asked.transfer, false, Vec::new(), out);
             return Ok(());
         };
-        self.transfers.insert(asked.transfer, id);
+        self.transfers
+            .insert(asked.transfer, ServedTransfer { id, held: None });
         let job = SaveJob {
             request,
             transfer: (asked.transfer, id),
             tokens: asked.tokens,
             extents: Vec::new(),
         };
-        self.go_on_saving(driver, job, out);
+        self.go_on_saving(driver, job, budgets, out);
         Ok(())
     }
 
     /// Reserves some more of a save's slots. Appends the grant when all are reserved.
-    pub(super) fn go_on_saving(&mut self, driver: &Driver, mut job: SaveJob, out: &mut Vec<u8>) {
+    pub(super) fn go_on_saving(
+        &mut self,
+        driver: &Driver,
+        mut job: SaveJob,
+        budgets: &mut Budgets,
+        out: &mut Vec<u8>,
+    ) {
         let (transfer, id) = job.transfer;
         let step = self.requests.get(&job.request).and_then(|state| {
             let save = SaveRequest::new(&state.name, &state.hashes, job.tokens);
             driver.enter(|engine| {
                 let (own, all) = engine.save_bytes(self.id);
                 // A client that hangs in the middle of its saves must not hold the whole arena.
+                let used = all + budgets.held.bytes();
                 let limit = SaveLimit {
                     blocks: SAVE_STEP,
-                    bytes: share(engine.host_capacity(), all, own),
+                    bytes: share(engine.host_capacity(), used, own),
                 };
                 engine.step_save(id, &save, limit)
             })
@@ -138,17 +158,25 @@ impl ServedSession {
         }
         if !append_grant(transfer, refused, job.extents, out) {
             // Too many extents for one frame.
-            self.end_transfer(driver, transfer, false);
+            self.end_transfer(driver, transfer, false, budgets);
             append_grant(transfer, true, Vec::new(), out);
         }
     }
 
-    pub(super) fn end_transfer(&mut self, driver: &Driver, transfer: u64, ok: bool) {
-        if let Some(transfer) = self.transfers.remove(&transfer)
-            && !end_some(driver, transfer, ok)
-        {
-            self.jobs.push_back(Job::End { transfer, ok });
+    pub(super) fn end_transfer(
+        &mut self,
+        driver: &Driver,
+        transfer: u64,
+        ok: bool,
+        budgets: &mut Budgets,
+    ) {
+        let Some(ServedTransfer { id, held }) = self.transfers.remove(&transfer) else {
+            return;
+        };
+        if !end_some(driver, id, ok) {
+            self.jobs.push_back(Job::End { transfer: id, ok });
         }
+        self.let_go(held, budgets);
     }
 }
 

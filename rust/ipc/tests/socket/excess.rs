@@ -314,6 +314,154 @@ fn a_client_that_stops_in_its_saves_leaves_slots_to_others() {
     assert_eq!(bytes, [64 * 4096, 128 * 4096]);
 }
 
+/// Saves a prompt, as a request that ends.
+fn save_all(raw: &mut Raw, request: u64, prompt: &[undercroft_core::key::BlockHash]) -> usize {
+    let saved = raw.save(request, request, prompt);
+    raw.say(&ClientMessage::EndTransfer {
+        transfer: request,
+        ok: true,
+    });
+    raw.say(&ClientMessage::FinishRequest { request });
+    saved
+}
+
+/// Blocks of the hit that a lookup is answered with; 0 for a miss.
+fn hit_blocks(raw: &mut Raw, request: u64, prompt: &[undercroft_core::key::BlockHash]) -> u32 {
+    raw.lookup(request, prompt);
+    match raw.hear() {
+        Some(ServerMessage::Answer {
+            answer: LookupAnswer::Hit(hit),
+            ..
+        }) => hit.tokens.0 / TOKENS,
+        Some(ServerMessage::Answer {
+            answer: LookupAnswer::Miss { .. },
+            ..
+        }) => 0,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn begin_load(request: u64, blocks: u32) -> ClientMessage<'static> {
+    ClientMessage::BeginLoad {
+        request,
+        transfer: 1000 + request,
+        computed: Tokens(0),
+        external: Tokens(blocks * TOKENS),
+    }
+}
+
+fn held_bytes(socket: &std::path::Path) -> Vec<u64> {
+    let sessions = status(socket)["sessions"].clone();
+    let of_sessions = sessions.as_array().unwrap().iter();
+    let mut bytes: Vec<u64> = of_sessions
+        .map(|of| of["held_bytes"].as_u64().unwrap())
+        .collect();
+    bytes.sort_unstable();
+    bytes
+}
+
+#[test]
+fn a_client_that_never_ends_its_hits_and_loads_leaves_memory_to_others() {
+    for loads in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("run/s.sock");
+        let rig = Rig::start(&socket, None, 1);
+        let (mut greedy, _) = Raw::registered(&socket);
+        let (mut other, _) = Raw::registered(&socket);
+        let mut held = 0;
+        for request in 1..=16 {
+            let prompt = hashes(request as u8, 16);
+            save_all(&mut greedy, request, &prompt);
+            let blocks = hit_blocks(&mut greedy, 100 + request, &prompt);
+            held += blocks as usize;
+            if loads && blocks > 0 {
+                greedy.say(&begin_load(100 + request, blocks));
+            }
+        }
+        assert_eq!(held, SLOTS / 2, "loads: {loads}");
+        until("the status says so", || {
+            held_bytes(&socket) == [0, 128 * 4096]
+        });
+        let own = hashes(99, 16);
+        assert_eq!(save_all(&mut other, 1, &own), 16);
+        assert_eq!(hit_blocks(&mut other, 2, &own), 16);
+        until("the status says so", || {
+            held_bytes(&socket) == [16 * 4096, 128 * 4096]
+        });
+        // Saves count, too: half of the rest.
+        assert_eq!(other.save(3, 3, &hashes(98, 64)), (256 - 128 - 16) / 2);
+        for request in 101..=116 {
+            greedy.say(&ClientMessage::EndTransfer {
+                transfer: 1000 + request,
+                ok: true,
+            });
+            greedy.say(&ClientMessage::FinishRequest { request });
+        }
+        assert!(greedy.is_served());
+        until("the status says so", || {
+            held_bytes(&socket) == [0, 16 * 4096]
+        });
+        drop((greedy, other));
+        until("nothing is left", || rig.in_use() == [0; 4]);
+    }
+}
+
+#[test]
+fn requests_with_one_prompt_take_its_memory_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let _rig = Rig::start(&socket, None, 1);
+    let (mut first, _) = Raw::registered(&socket);
+    let (mut second, _) = Raw::registered(&socket);
+    let prompt = hashes(1, 96);
+    assert_eq!(save_all(&mut first, 1, &prompt), 96);
+    for request in 100..200 {
+        for client in [&mut first, &mut second] {
+            assert_eq!(hit_blocks(client, request, &prompt), 96);
+        }
+    }
+    until("the status says so", || {
+        held_bytes(&socket) == [96 * 4096; 2]
+    });
+    // A new lookup of a request replaces its hit.
+    first.say(&lookup_of(
+        100,
+        2,
+        HashRun {
+            known: 96,
+            ..run(&[])
+        },
+    ));
+    assert!(first.hear().is_some());
+    for request in 100..200 {
+        first.say(&ClientMessage::EndLookup { request });
+    }
+    assert!(first.is_served());
+    until("the status says so", || {
+        held_bytes(&socket) == [0, 96 * 4096]
+    });
+}
+
+#[test]
+fn a_hit_that_is_longer_than_the_share_of_its_client_is_cut() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let _rig = Rig::start(&socket, None, 1);
+    let (mut raw, _) = Raw::registered(&socket);
+    let prompt = hashes(1, 200);
+    assert_eq!(save_all(&mut raw, 1, &prompt[..100]), 100);
+    assert_eq!(save_all(&mut raw, 2, &prompt), 100);
+    let blocks = hit_blocks(&mut raw, 3, &prompt);
+    assert_eq!(blocks as usize, SLOTS / 2);
+    raw.say(&begin_load(3, blocks));
+    assert!(raw.is_served(), "the load is covered");
+    assert_eq!(
+        hit_blocks(&mut raw, 4, &prompt[..32]),
+        32,
+        "it is held already"
+    );
+}
+
 #[test]
 fn a_load_that_no_hit_covers_ends_the_connection() {
     let dir = tempfile::tempdir().unwrap();

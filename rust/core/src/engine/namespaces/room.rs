@@ -2,7 +2,7 @@
 
 use crate::forest::{DeviceIndex, NsId};
 
-use super::{NamespaceState, Namespaces};
+use super::{NamespaceState, Namespaces, is_kept};
 use crate::engine::residency::Residency;
 
 impl Namespaces {
@@ -68,6 +68,23 @@ impl Namespaces {
         for index in strangers {
             self.clear_entry(device, index, residency);
         }
+    }
+
+    /// Number of shared namespaces whose blocks a restart does not find: a table lacks their entry, and no reset that is
+    /// under way makes room for it. A namespace without blocks and sessions loses nothing.
+    pub(in crate::engine) fn volatile(
+        &self,
+        residency: &Residency,
+        is_used: impl Fn(NsId) -> bool,
+    ) -> usize {
+        let waits = self.reset_pending();
+        let has_blocks = |ns| residency.forest().has_nodes(ns);
+        let known = (0..).zip(&self.table);
+        let volatile = known.filter(|&(ns, state)| {
+            let is_safe = is_kept(state, residency) || waits && state.volatile;
+            !state.private && !is_safe && (is_used(ns) || has_blocks(ns))
+        });
+        volatile.count()
     }
 
     /// The namespaces that may have blocks, shared or of a session, and whose digest begins with `digits`.

@@ -53,6 +53,20 @@ impl Residency {
         self.bytes_of(ns, to, &after)
     }
 
+    /// Slot bytes in the arena of a block of a group in a chain, 0 if no hit below needs the block.
+    pub(in crate::engine) fn chain_bytes_of(&self, ns: NsId, group: usize, of_block: u32) -> u64 {
+        let groups = self.spec(ns).groups.len();
+        let after: Vec<u32> = (0..groups)
+            .map(|other| if other == group { 0 } else { of_block })
+            .collect();
+        let is_required = self.spec(ns).groups[group].kind == GroupKind::Full;
+        if is_required {
+            self.bytes_of(ns, of_block, &after)
+        } else {
+            0
+        }
+    }
+
     /// Slot bytes in the arena of the windows and states that a hit at a depth needs.
     pub(in crate::engine) fn end_bytes(&self, ns: NsId, depth: u32) -> u64 {
         let spec = self.spec(ns);
