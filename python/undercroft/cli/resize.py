@@ -113,6 +113,8 @@ def _print(resized: dict[str, Any], *, finished: bool) -> None:
         elif of["kept_bytes"]:
             size = format_size(of["kept_bytes"])
             say(f"{name}: {size} are unused, and the system does not have them back: {_WHY[tier]}")
+    if any(resized[tier]["target_bytes"] < resized[tier]["maximum_bytes"] for tier, _ in _TIERS):
+        say("a restart takes the configured sizes again: change the options to keep these")
     if not finished:
         say("not finished in time: the engine continues", file=sys.stderr)
 

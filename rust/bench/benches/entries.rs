@@ -99,6 +99,7 @@ fn image(blocks: u64) -> DeviceImage {
     DeviceImage {
         capacity: capacity.next_multiple_of(page_bytes),
         page_bytes,
+        holes: Vec::new(),
         super_bytes,
         table: table.into(),
     }

@@ -42,6 +42,7 @@ fn engine(read_ns: u64, min_load_tokens: Option<u32>) -> (Engine, SessionId) {
     engine.attach_disks(vec![DeviceImage {
         capacity: DISK / page_bytes * page_bytes,
         page_bytes,
+        holes: Vec::new(),
         super_bytes: superblock.encode().into(),
         table: Vec::new().into(),
     }]);

@@ -51,6 +51,7 @@ impl Directory {
         DeviceImage {
             capacity: self.capacity,
             page_bytes: self.page_bytes,
+            holes: Vec::new(),
             super_bytes: self.superblock.clone(),
             table: self.table.clone().into(),
         }
@@ -206,8 +207,10 @@ impl Store {
             let mut result = Ok(0);
             match request {
                 IoRequest::ReadPayload { checksum, .. } => result = Ok(*checksum),
-                IoRequest::WritePayload { .. } | IoRequest::Sealed(_) | IoRequest::Erase { .. } => {
-                }
+                IoRequest::WritePayload { .. }
+                | IoRequest::Sealed(_)
+                | IoRequest::Erase { .. }
+                | IoRequest::Sync { .. } => {}
                 IoRequest::WriteMeta {
                     file,
                     file_offset,

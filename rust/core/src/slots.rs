@@ -148,9 +148,11 @@ pub struct Slots {
     /// Pages by number; `None`: the number is free.
     pages: Vec<Option<Page>>,
     free_numbers: Vec<u32>,
-    /// Page of each unit, `NO_PAGE` or `WITHHELD`.
+    /// Page of each unit, `NO_PAGE` or `WITHHELD` (or excluded).
     page_at: Vec<u32>,
     withheld_units: u64,
+    /// Units that never get a page, beside the withheld units.
+    excluded_units: u64,
     cells: Cells,
     free_units: Buddy,
     classes: Vec<ClassState>,
@@ -162,6 +164,11 @@ pub struct Slots {
 pub fn page_bytes_for(capacity: u64) -> u64 {
     let share = (capacity / PAGES_TARGET).max(1);
     (1 << share.ilog2()).clamp(PAGE_BYTES_MIN, PAGE_BYTES_MAX)
+}
+
+/// Bytes of the smallest pages, where the largest have `page_bytes`.
+pub(crate) fn unit_bytes_for(page_bytes: u64) -> u64 {
+    (page_bytes / UNITS_PER_PAGE).max(SLOT_ALIGN)
 }
 
 /// A region whose pages hold payloads of `payload_bytes`; `None` if no page is large enough.
@@ -178,7 +185,7 @@ impl Slots {
             page_bytes.is_power_of_two() && page_bytes >= SLOT_ALIGN,
             "a page holds whole slots: {page_bytes} bytes"
         );
-        let unit_bytes = (page_bytes / UNITS_PER_PAGE).max(SLOT_ALIGN);
+        let unit_bytes = unit_bytes_for(page_bytes);
         let units_per_page = page_bytes / unit_bytes;
         let units = u32::try_from(capacity / page_bytes * units_per_page)
             .expect("a region has fewer than 2^32 units");
@@ -191,6 +198,7 @@ impl Slots {
             free_numbers: Vec::new(),
             page_at: vec![NO_PAGE; units as usize],
             withheld_units: 0,
+            excluded_units: 0,
             free_units: Buddy::new(units, units_per_page.ilog2()),
             classes: Vec::new(),
             closed: None,
@@ -260,9 +268,14 @@ impl Slots {
         self.classes[usize::from(class)].slot_bytes
     }
 
-    /// Bytes in whole pages of the largest size, without withheld bytes.
+    /// Bytes in whole pages of the largest size, without withheld and excluded bytes.
     pub fn capacity(&self) -> u64 {
-        self.extent() - self.withheld_bytes()
+        self.usable() - self.withheld_bytes()
+    }
+
+    /// Bytes in whole pages of the largest size, without excluded bytes.
+    pub(crate) fn usable(&self) -> u64 {
+        self.extent() - self.unit_bytes * self.excluded_units
     }
 
     /// Bytes in whole pages of the largest size.

@@ -30,6 +30,7 @@ fn engine_of(policy: PolicyKind, host_blocks: u64, disk_blocks: u64) -> (Engine,
         engine.attach_disks(vec![DeviceImage {
             capacity: disk_blocks * PAYLOAD,
             page_bytes: PAGE,
+            holes: Vec::new(),
             super_bytes: Vec::new(),
             table: Vec::new().into(),
         }]);

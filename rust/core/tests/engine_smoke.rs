@@ -64,6 +64,7 @@ impl Machine {
         DeviceImage {
             capacity: DATA_BYTES as u64,
             page_bytes: PAGE_BYTES,
+            holes: Vec::new(),
             super_bytes: self.super_file.clone(),
             table: self.table.clone().into(),
         }
@@ -122,6 +123,7 @@ impl Machine {
                 self.data[from..from + len as usize].fill(0);
                 Ok(0)
             }
+            IoRequest::Sync { .. } => Ok(0),
             IoRequest::WriteMeta {
                 file,
                 file_offset,

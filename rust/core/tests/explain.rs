@@ -29,6 +29,7 @@ fn engine(config: EngineConfig, disk_blocks: u64) -> (Engine, SessionId) {
         engine.attach_disks(vec![DeviceImage {
             capacity: disk_blocks * PAYLOAD,
             page_bytes: PAGE,
+            holes: Vec::new(),
             super_bytes: Vec::new(),
             table: Vec::new().into(),
         }]);

@@ -67,6 +67,7 @@ fn open(blocks: u64, payload_bytes: u32, place: impl Fn(u64) -> u64) -> Engine {
     let recovery = engine.attach_disks(vec![DeviceImage {
         capacity: (blocks * u64::from(payload_bytes)).next_multiple_of(page_bytes),
         page_bytes,
+        holes: Vec::new(),
         super_bytes,
         table: table.into(),
     }]);

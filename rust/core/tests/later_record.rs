@@ -68,6 +68,7 @@ fn read(records: &[Record], block: u8) -> Option<(u64, u64)> {
     engine.attach_disks(vec![DeviceImage {
         capacity: 16 << 20,
         page_bytes: 256 << 10,
+        holes: Vec::new(),
         super_bytes,
         table: table.into(),
     }]);

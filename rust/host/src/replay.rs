@@ -89,6 +89,7 @@ impl ReplayEngine {
             engine.attach_disks(vec![DeviceImage {
                 capacity: bytes(disk_blocks),
                 page_bytes: page_bytes_for(bytes(disk_blocks)),
+                holes: Vec::new(),
                 super_bytes: Vec::new(),
                 table: Vec::new().into(),
             }]);
@@ -195,9 +196,10 @@ fn settle(engine: &mut Engine, io: &mut Vec<IoRequest>, metadata: &mut Vec<u64>)
             let token = request.token();
             let result = match request {
                 IoRequest::ReadPayload { checksum, .. } => Ok(checksum),
-                IoRequest::WritePayload { .. } | IoRequest::Sealed(_) | IoRequest::Erase { .. } => {
-                    Ok(0)
-                }
+                IoRequest::WritePayload { .. }
+                | IoRequest::Sealed(_)
+                | IoRequest::Erase { .. }
+                | IoRequest::Sync { .. } => Ok(0),
                 IoRequest::WriteMeta { .. } => {
                     metadata.push(token);
                     continue;

@@ -34,6 +34,7 @@ pub(crate) fn brief(request: &IoRequest) -> String {
             len,
             ..
         } => format!("erasure of {device}:{file_offset}+{len}"),
+        IoRequest::Sync { device, file, .. } => format!("sync of {device}:{file:?}"),
         IoRequest::WriteMeta {
             device,
             file,

@@ -1,14 +1,29 @@
 //! One directory on a device that keeps, loses, tears and corrupts the bytes written to it.
 
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use undercroft_core::cipher::SEAL_BYTES;
 use undercroft_core::disk::DeviceImage;
-use undercroft_core::disk::format::Superblock;
-use undercroft_core::io::FileKind;
+use undercroft_core::disk::format::{PLACEHOLDER, RECORD_BYTES, Record, Superblock};
+use undercroft_core::io::{FileKind, IO_ALIGN};
 
 use crate::content::{SECTOR, Token, sectors};
 use crate::random::Random;
 
 /// Most writes of a device that are not synced.
 const UNSYNCED_MAX: usize = 256;
+
+/// Bytes of a block of the filesystem.
+const BLOCK: u64 = IO_ALIGN;
+
+/// Free blocks where space is never short.
+pub(crate) const FREE: u64 = u64::MAX / 2;
+
+/// Bytes of the smallest page, where the largest has `page_bytes`.
+fn unit_bytes(page_bytes: u64) -> u64 {
+    (page_bytes / 64).max(BLOCK)
+}
 
 /// Contents of the three files.
 #[derive(Debug)]
@@ -116,12 +131,19 @@ pub(crate) struct SimDevice {
     /// The files after a loss of power, before the writes that were not synced.
     stable: Files,
     unsynced: Vec<Write>,
+    /// Blocks of the data file that take no space.
+    holes: BTreeSet<u64>,
+    /// Blocks of the filesystem that nobody uses.
+    pub(crate) free: u64,
+    /// Ranges of the data file that the last start left without space.
+    excluded: Vec<Range<u64>>,
 }
 
 impl SimDevice {
-    pub(crate) fn new((capacity, page_bytes): (u64, u64), encrypted: bool) -> Self {
+    /// An empty store in the directory `at`.
+    pub(crate) fn new(at: usize, (capacity, page_bytes): (u64, u64), encrypted: bool) -> Self {
         let superblock = Superblock {
-            store_id: 7,
+            store_id: at as u64 + 1,
             page_bytes,
             encrypted,
         };
@@ -136,6 +158,109 @@ impl SimDevice {
             stable: files.clone(),
             now: files,
             unsynced: Vec::new(),
+            holes: BTreeSet::new(),
+            free: FREE,
+            excluded: Vec::new(),
+        }
+    }
+
+    /// Allocates space for holes, as far as space is free, like a start of a store. Where a unit keeps a hole, the
+    /// bytes of the unit are gone. Returns whether there is such a unit.
+    pub(crate) fn fill_holes(&mut self) -> bool {
+        let per_unit = unit_bytes(self.page_bytes) / BLOCK;
+        self.excluded.clear();
+        for unit in 0..self.capacity / BLOCK / per_unit {
+            let blocks = unit * per_unit..(unit + 1) * per_unit;
+            let missing = self.holes.range(blocks.clone()).count() as u64;
+            if missing <= self.free {
+                self.free -= missing;
+                for block in blocks {
+                    self.holes.remove(&block);
+                }
+            } else {
+                let bytes = blocks.start * BLOCK..blocks.end * BLOCK;
+                self.punch(bytes.start, bytes.end - bytes.start);
+                self.excluded.push(bytes);
+            }
+        }
+        !self.excluded.is_empty()
+    }
+
+    /// Returns the space of a range to the filesystem, durably: its bytes are zeros.
+    pub(crate) fn punch(&mut self, offset: u64, len: u64) {
+        let sectors = (offset / SECTOR) as usize..((offset + len) / SECTOR) as usize;
+        for files in [&mut self.now, &mut self.stable] {
+            files.data[sectors.clone()].fill(0);
+        }
+        for block in offset / BLOCK..(offset + len) / BLOCK {
+            self.free += u64::from(self.holes.insert(block));
+        }
+    }
+
+    /// Takes the space that a write needs. Returns whether there is enough.
+    pub(crate) fn take_space(&mut self, offset: u64, len: u64) -> bool {
+        let blocks = offset / BLOCK..(offset + len).div_ceil(BLOCK);
+        let missing: Vec<u64> = self.holes.range(blocks).copied().collect();
+        let fits = missing.len() as u64 <= self.free;
+        if fits {
+            self.free -= missing.len() as u64;
+            for block in missing {
+                self.holes.remove(&block);
+            }
+        }
+        fits
+    }
+
+    /// Whether the last start left a part of a range without space.
+    pub(crate) fn is_excluded(&self, offset: u64, len: u64) -> bool {
+        let mut excluded = self.excluded.iter();
+        excluded.any(|of| of.start < offset + len && offset < of.end)
+    }
+
+    /// The image that a start would read if all that is not durable were lost now.
+    pub(crate) fn durable_image(&self) -> DeviceImage {
+        DeviceImage {
+            super_bytes: self.stable.super_file.clone(),
+            table: self.stable.table.clone().into(),
+            ..self.image()
+        }
+    }
+
+    /// The sectors of a range that are durable.
+    pub(crate) fn durable_at(&self, offset: u64, len: u64) -> &[Token] {
+        let from = (offset / SECTOR) as usize;
+        &self.stable.data[from..from + sectors(len)]
+    }
+
+    /// Offset and bytes of the payload of each record.
+    pub(crate) fn recorded(&self) -> Vec<(u64, u64)> {
+        let records = self.now.table.chunks_exact(RECORD_BYTES);
+        let records = records.filter_map(Record::decode);
+        let payloads = records.filter(|record| record.group != PLACEHOLDER);
+        let places = payloads.map(|record| {
+            let bytes = u64::from(record.payload_bytes) + SEAL_BYTES as u64;
+            (
+                u64::from(record.slot) * BLOCK,
+                bytes.next_multiple_of(BLOCK),
+            )
+        });
+        places
+            .filter(|(offset, bytes)| offset + bytes <= self.capacity)
+            .collect()
+    }
+
+    /// Exchanges the records and the payloads of two stores, but not their superblocks and namespaces.
+    pub(crate) fn exchange_payloads(&mut self, other: &mut Self) {
+        for (one, two) in [
+            (&mut self.now, &mut other.now),
+            (&mut self.stable, &mut other.stable),
+        ] {
+            std::mem::swap(&mut one.data, &mut two.data);
+            std::mem::swap(&mut one.table, &mut two.table);
+        }
+        std::mem::swap(&mut self.holes, &mut other.holes);
+        for of in [self, other] {
+            of.unsynced.clear();
         }
     }
 
@@ -144,6 +269,7 @@ impl SimDevice {
         DeviceImage {
             capacity: self.capacity,
             page_bytes: self.page_bytes,
+            holes: self.excluded.clone(),
             super_bytes: self.now.super_file.clone(),
             table: self.now.table.clone().into(),
         }
@@ -155,6 +281,8 @@ impl SimDevice {
         self.now.data.resize(sectors(capacity), 0);
         self.stable = self.now.clone();
         self.unsynced.clear();
+        self.holes.retain(|block| block * BLOCK < capacity);
+        self.excluded.clear();
     }
 
     pub(crate) fn at(&self, offset: u64, len: u64) -> &[Token] {

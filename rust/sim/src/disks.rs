@@ -1,12 +1,12 @@
 //! The virtual IO engine: operations in flight, which end in any order, late, badly, or never.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::io::{FileKind, IO_ALIGN, IoCompletion, IoFault, IoRequest, SealedTransfer};
 
 use crate::arena::{Hand, SimArena};
-use crate::content::{SECTOR, checksum, sectors};
+use crate::content::{SECTOR, Token, checksum, sectors};
 use crate::device::{Persisted, SimDevice, Write};
 use crate::random::Random;
 use crate::sealed::{seal, unseal};
@@ -65,6 +65,10 @@ pub(crate) struct Disks {
     pub(crate) absent: BTreeSet<usize>,
     /// Attached devices that hang now, by the engine's numbers.
     hung: BTreeSet<usize>,
+    /// Attached devices whose table takes no writes now, by the engine's numbers.
+    pub(crate) frozen: BTreeSet<usize>,
+    /// Encrypted payloads that somebody has moved to another store: device, offset, bytes.
+    pub(crate) moved: HashMap<(usize, u64), Vec<Token>>,
     pub(crate) faults: DeviceFaults,
     /// The key of encrypted stores.
     pub(crate) key: u64,
@@ -80,6 +84,8 @@ impl Disks {
             attached: (0..devices.len()).collect(),
             absent: BTreeSet::new(),
             hung: BTreeSet::new(),
+            frozen: BTreeSet::new(),
+            moved: HashMap::new(),
             devices,
             faults: DeviceFaults::default(),
             key: 0,
@@ -105,7 +111,7 @@ impl Disks {
 
     /// Whether every operation ends.
     pub(crate) fn is_well(&self) -> bool {
-        self.hung.is_empty() && self.faults.is_none()
+        self.hung.is_empty() && self.frozen.is_empty() && self.faults.is_none()
     }
 
     /// The images of the directories that the engine has.
@@ -158,6 +164,9 @@ impl Disks {
                 "beyond the capacity of device {device}: {request:?}"
             ));
         }
+        if file == FileKind::Data && self.devices[self.attached[device]].is_excluded(offset, len) {
+            return Err(format!("in a hole of device {device}: {request:?}"));
+        }
         for other in &self.flights {
             let (device_2, file_2, offset_2, len_2) = target(&other.request);
             let apart = device != device_2
@@ -195,7 +204,7 @@ impl Disks {
                     }
                 }
             }
-            IoRequest::WriteMeta { .. } | IoRequest::Erase { .. } => {}
+            IoRequest::WriteMeta { .. } | IoRequest::Erase { .. } | IoRequest::Sync { .. } => {}
         }
         let due_ns = if random.chance(self.faults.hang) {
             u64::MAX
@@ -228,6 +237,7 @@ impl Disks {
         let result = match &request {
             IoRequest::ReadPayload { .. } => self.read(&request, arena, random),
             IoRequest::Sealed(of) if of.reads => self.read_sealed(of, arena, random),
+            IoRequest::Sync { device, file, .. } => self.sync(*device, *file, random),
             _ => self.write(&request, arena, random),
         };
         release(&request, arena);
@@ -286,16 +296,31 @@ impl Disks {
             return Err(IoFault::Os(EIO));
         }
         let (corrupts, key) = (random.chance(self.faults.corrupt), self.key);
-        let device = self.device_mut(usize::from(of.device));
+        let at = self.attached[usize::from(of.device)];
+        let device = &mut self.devices[at];
         if corrupts {
             device.corrupt(of.file_offset, u64::from(of.len), random);
         }
         let payload = sectors(u64::from(of.payload_len));
         let stored = device.at(of.file_offset, u64::from(of.len));
         let plain = unseal(stored, payload, key, &of.binding)?;
+        let moved = self.moved.get(&(at, of.file_offset));
+        assert!(
+            moved.is_none_or(|moved| moved != stored),
+            "a payload of another store was decrypted: {of:?}"
+        );
         let to = arena.at_mut(of.arena_offset, u64::from(of.payload_len));
         to.copy_from_slice(&plain);
         Ok(checksum(&plain))
+    }
+
+    fn sync(&mut self, device: u16, file: FileKind, random: &mut Random) -> Result<u64, IoFault> {
+        let is_frozen = file == FileKind::Table && self.frozen.contains(&usize::from(device));
+        if is_frozen || random.chance(self.faults.write_error) {
+            return Err(IoFault::Os(EIO));
+        }
+        self.device_mut(usize::from(device)).sync(file, random);
+        Ok(0)
     }
 
     fn write(
@@ -310,7 +335,24 @@ impl Disks {
         }
         let fails = random.chance(self.faults.write_error);
         let lost = self.faults.lost;
-        let device = self.device_mut(target(request).0);
+        let (number, file, offset, len) = target(request);
+        if file == FileKind::Table && self.frozen.contains(&number) {
+            return Err(IoFault::Os(EIO));
+        }
+        let device = self.device_mut(number);
+        if let IoRequest::Erase { frees: true, .. } = request {
+            // A page that is returned twice is a page without space.
+            return match fails {
+                true => Err(IoFault::Os(EIO)),
+                false => {
+                    device.punch(offset, len);
+                    Ok(0)
+                }
+            };
+        }
+        if file == FileKind::Data && !device.take_space(offset, len) {
+            return Err(IoFault::Os(ENOSPC));
+        }
         if fails {
             device.write(
                 write,
@@ -336,13 +378,21 @@ impl Disks {
     /// The process ends. Each operation in flight has been carried out in full, in part, or not at all.
     pub(crate) fn crash(&mut self, power_loss: bool, arena: &SimArena, random: &mut Random) {
         self.hung.clear();
+        self.frozen.clear();
         while !self.flights.is_empty() {
             let flight = self.flights.swap_remove(random.index(self.flights.len()));
-            if !flight.request.is_read() {
+            let is_sync = matches!(flight.request, IoRequest::Sync { .. });
+            if !flight.request.is_read() && !is_sync {
                 let (write, _) = intended(&flight.request, arena, self.key);
                 let extent = random.pick(&[Persisted::Whole, Persisted::Nothing, Persisted::Torn]);
-                self.device_mut(target(&flight.request).0)
-                    .write(write, extent, random);
+                let (device, file, offset, len) = target(&flight.request);
+                let device = self.device_mut(device);
+                if file == FileKind::Table
+                    || file == FileKind::Super
+                    || device.take_space(offset, len)
+                {
+                    device.write(write, extent, random);
+                }
             }
         }
         for device in &mut self.devices {
@@ -354,6 +404,7 @@ impl Disks {
     pub(crate) fn heal(&mut self, now_ns: u64) {
         self.faults = DeviceFaults::default();
         self.hung.clear();
+        self.frozen.clear();
         for flight in &mut self.flights {
             flight.due_ns = flight.due_ns.min(now_ns + self.latency_ns);
         }
@@ -392,6 +443,7 @@ fn intended(request: &IoRequest, arena: &SimArena, key: u64) -> (Write, u64) {
             let offset = *file_offset;
             (Write::Data { offset, tokens }, 0)
         }
+        IoRequest::Sync { .. } => unreachable!("a sync writes no bytes of its own"),
         IoRequest::WritePayload {
             file_offset,
             arena_offset,
@@ -434,7 +486,7 @@ fn release(request: &IoRequest, arena: &mut SimArena) {
         IoRequest::Sealed(of) => {
             arena.release(of.arena_offset, u64::from(of.payload_len), hand_of(of).0);
         }
-        IoRequest::WriteMeta { .. } | IoRequest::Erase { .. } => {}
+        IoRequest::WriteMeta { .. } | IoRequest::Erase { .. } | IoRequest::Sync { .. } => {}
     }
 }
 
@@ -473,6 +525,7 @@ fn target(request: &IoRequest) -> (usize, FileKind, u64, u64) {
             *file_offset,
             u64::from(*len),
         ),
+        IoRequest::Sync { device, file, .. } => (usize::from(*device), *file, 0, 0),
         IoRequest::Sealed(of) => (
             usize::from(of.device),
             FileKind::Data,

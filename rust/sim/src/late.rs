@@ -36,7 +36,7 @@ impl World {
         };
         let at = self.disks.attached[device];
         let (capacity, page) = self.settings.devices[at];
-        self.disks.devices[at] = SimDevice::new((capacity, page), self.settings.encrypted);
+        self.disks.devices[at] = SimDevice::new(at, (capacity, page), self.settings.encrypted);
         // It holds no blocks of lives that ended while it was out of reach, so the operator need not empty it.
         self.history.stale.remove(&at);
         self.log.stats.late += 1;

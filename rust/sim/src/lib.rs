@@ -19,6 +19,9 @@
 //! - an index that is built from events alone holds exactly the engine's payloads, and no event is redundant;
 //! - the blocks of a pin are in some tier until the pin ends, and all pins together take no more than their budget;
 //! - what an operator clears is found by no lookup from then on, and what is pinned or in use outlasts a clear by age;
+//!   once the order is durable no restart finds it, after a loss of power neither, and erased bytes are gone;
+//! - a part of a data file that has no space holds no payload;
+//! - a life with a wrong wall clock makes no payload older;
 //! - memory and space that are freed to the system hold no payload, and a tier has the size that an operator set once
 //!   nothing is in use any more;
 //! - an engine that drains begins no save and no promotion, and completes the drain;
@@ -43,11 +46,13 @@ mod model;
 mod namespaces;
 mod operator;
 mod participants;
+mod promises;
 mod random;
 mod remote;
 mod sealed;
 mod settings;
 mod shared;
+mod surroundings;
 mod transfers;
 mod world;
 
@@ -138,6 +143,18 @@ pub struct Stats {
     pub exchanged: u64,
     /// Payloads erased from devices.
     pub erased: u64,
+    /// Durable orders after which restarts were tried.
+    pub promises: u64,
+    /// Erased payloads whose bytes were looked for after a durable order.
+    pub erased_checked: u64,
+    /// Starts of a directory without some of its space.
+    pub short_starts: u64,
+    /// Tables that took no writes for a while.
+    pub freezes: u64,
+    /// Lives with a wrong wall clock.
+    pub wrong_clocks: u64,
+    /// Pairs of encrypted stores whose payloads somebody exchanged.
+    pub exchanged_stores: u64,
     /// Hints that clients gave.
     pub hints: u64,
     /// Hints that began a pin.
@@ -193,6 +210,12 @@ impl Stats {
         self.undecrypted += other.undecrypted;
         self.exchanged += other.exchanged;
         self.erased += other.erased;
+        self.promises += other.promises;
+        self.erased_checked += other.erased_checked;
+        self.short_starts += other.short_starts;
+        self.freezes += other.freezes;
+        self.wrong_clocks += other.wrong_clocks;
+        self.exchanged_stores += other.exchanged_stores;
         self.hints += other.hints;
         self.pins += other.pins;
         self.pins_checked += other.pins_checked;

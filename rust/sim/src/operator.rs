@@ -99,10 +99,16 @@ impl World {
     }
 
     fn clear(&mut self, order: &ClearOrder) -> Result<(), String> {
+        let promise = match &order.what {
+            ClearWhat::All => self.promise((order.erase, false), |_| true),
+            ClearWhat::OlderThan(0) => self.promise((order.erase, true), |_| true),
+            ClearWhat::OlderThan(_) => None,
+            ClearWhat::Namespace(digest) => self.promise((order.erase, false), |of| of == digest),
+        };
         let given = self.engine.with(|engine| engine.clear(order));
         self.note(|| format!("{order:?}: {given:?}"));
         match given {
-            Ok(_) => {}
+            Ok(given) => self.note_promise(promise, &given),
             // Sessions of it have been closed, and nothing of it is shared.
             Err(ClearRefusal::Busy | ClearRefusal::Unknown(_)) => return Ok(()),
             Err(refused) => return Err(format!("{order:?}: {refused}")),

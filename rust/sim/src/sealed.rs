@@ -90,6 +90,9 @@ impl World {
             self.log.stats.exchanged += u64::from(exchanged);
         }
         self.note(|| "somebody exchanges slots".to_owned());
+        if self.random.chance(300) {
+            self.exchange_stores();
+        }
         self.history.left_on_disk = None;
     }
 }

@@ -8,6 +8,7 @@ use undercroft_core::session::PromotionWait;
 use crate::disks::DeviceFaults;
 use crate::model::Model;
 use crate::random::Random;
+use crate::surroundings::LONG_TTL_S;
 
 const PAGE: u64 = 256 << 10;
 /// Departures that the engine keeps. With this number it forgets no block of a life.
@@ -28,6 +29,12 @@ pub(crate) struct Settings {
     pub(crate) operated: bool,
     /// Payloads on disk are encrypted.
     pub(crate) encrypted: bool,
+    /// Others use the filesystems of the directories.
+    pub(crate) tenants: bool,
+    /// Tables take no writes for a while.
+    pub(crate) freezes: bool,
+    /// Lives have wrong wall clocks.
+    pub(crate) wrong_clocks: bool,
     /// Bits flip in the arena.
     pub(crate) changes: bool,
     /// There are more namespaces than entries for them, and sessions open and close.
@@ -66,7 +73,7 @@ impl Settings {
         let mut engine = EngineConfig::new(random.range(2, 6) * PAGE);
         engine.policy = random.pick(&[PolicyKind::Lru, PolicyKind::LeafHd]);
         engine.seed = random.below(3);
-        engine.unix_at_zero_s = 1_700_000_000;
+        engine.unix_at_zero_s = 1_790_000_000;
         engine.promotion_bytes = match random.below(4) {
             0 => random.below(engine.host_bytes),
             1 => 16 << 10,
@@ -179,6 +186,9 @@ impl Settings {
             hints: random.chance(600),
             operated: random.chance(400),
             encrypted: random.chance(300),
+            tenants: false,
+            freezes: false,
+            wrong_clocks: false,
             changes: !roomy && random.chance(300),
             crowded,
             fetches_gaps: false,
@@ -200,6 +210,12 @@ impl Settings {
             if further.chance(150) {
                 model.add_ignored_group(&mut further);
             }
+        }
+        settings.tenants = !roomy && further.chance(150);
+        settings.freezes = !roomy && further.chance(150);
+        settings.wrong_clocks = further.chance(150);
+        if settings.wrong_clocks {
+            settings.engine.disk_ttl_s = LONG_TTL_S;
         }
         (settings, models)
     }

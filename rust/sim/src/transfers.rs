@@ -7,7 +7,7 @@ use undercroft_core::session::{
 };
 
 use crate::arena::Hand;
-use crate::content::{SECTOR, SavedPayload};
+use crate::content::{SECTOR, SavedPayload, hash_of};
 use crate::model::{HASH_BLOCK, needs};
 use crate::participants::{ClientBlock, ClientHit, ClientLoad, ClientSave};
 use crate::world::World;
@@ -478,6 +478,15 @@ impl World {
             self.log.stats.blocks_saved += save.blocks.len() as u64;
             for ClientBlock { payload, .. } in &save.blocks {
                 // The namespace is that of the save's beginning.
+                let (digest, len) = (
+                    self.digest(payload.namespace),
+                    self.models[payload.namespace].hash_bytes,
+                );
+                if let (Some(promise), Some(hash)) =
+                    (&mut self.history.promise, hash_of(payload.key, len))
+                {
+                    promise.saved.insert((digest, hash, payload.group));
+                }
                 let model = &mut self.models[payload.namespace];
                 if payload.epoch == model.epoch && !save.lost {
                     model.stored.insert(*payload);

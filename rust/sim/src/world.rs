@@ -17,10 +17,12 @@ use crate::disks::Disks;
 use crate::hints::SimPins;
 use crate::model::{Model, Prompts};
 use crate::participants::SimClient;
+use crate::promises::Promise;
 use crate::random::Random;
 use crate::remote::SimRemote;
 use crate::settings::Settings;
 use crate::shared::{SharedEngine, UNITS_MAX};
+use crate::surroundings::LONG_TTL_S;
 
 /// Steps between two checks of the engine's invariants.
 const CHECK_EVERY: u64 = 24;
@@ -36,6 +38,8 @@ const SECOND: u64 = 1_000_000_000;
 #[derive(Debug, Default)]
 pub(crate) struct VirtualClock {
     pub(crate) now_ns: u64,
+    /// The right time at the start of the life, in seconds since 1970.
+    pub(crate) unix_s: u64,
 }
 
 /// The events on which later checks depend.
@@ -59,6 +63,8 @@ pub(crate) struct History {
     pub(crate) uses: u64,
     /// Payloads on disk at the last orderly stop, if nothing may be missing at the start.
     pub(crate) left_on_disk: Option<u64>,
+    /// The last order to clear.
+    pub(crate) promise: Option<Promise>,
     /// Namespaces that were in all tables at the last orderly stop, if none may be missing at the start.
     pub(crate) kept_namespaces: HashSet<NamespaceDigest>,
 }
@@ -96,12 +102,14 @@ impl World {
     pub(crate) fn new(seed: u64, traced: bool) -> Self {
         let mut random = Random::new(seed);
         let (settings, models) = Settings::random(&mut random);
-        let devices = settings.devices.iter();
-        let devices = devices
-            .map(|&size| SimDevice::new(size, settings.encrypted))
-            .collect();
+        let sizes = settings.devices.iter().enumerate();
+        let devices = sizes.map(|(at, &size)| SimDevice::new(at, size, settings.encrypted));
+        let devices = devices.collect();
         Self {
-            clock: VirtualClock::default(),
+            clock: VirtualClock {
+                now_ns: 0,
+                unix_s: settings.engine.unix_at_zero_s,
+            },
             engine: SharedEngine::new(Engine::new(settings.engine.clone())),
             arena: SimArena::new(settings.engine.host_bytes),
             disks: Disks::new(devices, settings.depth, settings.latency_ns),
@@ -179,8 +187,10 @@ impl World {
         if !self.settings.roomy && self.random.chance(150) {
             self.resize();
         }
+        self.surround(&mut config);
         self.disks.faults = self.settings.faults;
         self.clock.now_ns = 0;
+        self.history.promise = None;
         self.sessions.clear();
         self.pins = SimPins::default();
         self.history.ended.clear();
@@ -243,7 +253,7 @@ impl World {
             if self.history.stale.remove(&at) {
                 self.note(|| format!("the operator empties directory {at}"));
                 let size = self.settings.devices[at];
-                self.disks.devices[at] = SimDevice::new(size, self.settings.encrypted);
+                self.disks.devices[at] = SimDevice::new(at, size, self.settings.encrypted);
             }
         }
         if before != self.disks.attached || before.is_empty() {
@@ -260,8 +270,8 @@ impl World {
     /// The next engine runs on another host: it shares only the remote store with the last engine.
     fn move_to_another_host(&mut self) {
         let is_encrypted = self.settings.encrypted;
-        for (device, &size) in self.disks.devices.iter_mut().zip(&self.settings.devices) {
-            *device = SimDevice::new(size, is_encrypted);
+        for (at, &size) in self.settings.devices.iter().enumerate() {
+            self.disks.devices[at] = SimDevice::new(at, size, is_encrypted);
         }
         self.history.stale.clear();
         self.history.roomy_broken = true;
@@ -271,19 +281,6 @@ impl World {
         self.note(|| "another host".to_owned());
     }
 
-    /// The operator changes the capacity of a directory.
-    fn resize(&mut self) {
-        if self.disks.devices.is_empty() {
-            return;
-        }
-        let at = self.random.index(self.disks.devices.len());
-        let device = &mut self.disks.devices[at];
-        let pages = self.random.range(1, 10);
-        device.resize(pages * device.page_bytes);
-        self.history.left_on_disk = None;
-        self.note(|| format!("device {at} now has {pages} pages"));
-    }
-
     fn step(&mut self) -> Result<(), String> {
         if self.random.chance(self.settings.hangs) && !self.disks.attached.is_empty() {
             let device = self.random.index(self.disks.attached.len());
@@ -291,7 +288,7 @@ impl World {
             self.log.stats.hangs += u64::from(hangs);
             self.note(|| format!("device {device} hangs: {hangs}"));
         }
-        self.open_late();
+        self.surround_step()?;
         if self.remote.is_some() && self.random.chance(300) {
             self.remote_turn()?;
         }
@@ -574,7 +571,8 @@ impl World {
 
     /// Compares the payloads on disk with the saved payloads, if nothing may be missing.
     fn count_stored(&mut self) -> Result<(), String> {
-        let sound = self.settings.faults.is_none() && self.settings.engine.disk_ttl_s == 0;
+        let expires = (1..LONG_TTL_S).contains(&self.settings.engine.disk_ttl_s);
+        let sound = self.settings.faults.is_none() && !expires && !self.settings.tenants;
         let on_disk = self.engine.with(|engine| engine.gauges().disk_blocks);
         if sound {
             self.history.left_on_disk = Some(self.engine.with(|engine| engine.durable_blocks()));

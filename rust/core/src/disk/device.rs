@@ -1,5 +1,7 @@
 //! One directory: its slots with their records, its policies and its health.
 
+use std::ops::Range;
+
 use crate::cipher::SEAL_BYTES;
 use crate::policy::{Policy, TierPolicies};
 use crate::slots::{Class, Owner, PAGE_BYTES_MAX, Place, SLOT_ALIGN, Slots};
@@ -33,6 +35,8 @@ pub struct DeviceImage {
     pub capacity: u64,
     /// Page size of the data file.
     pub page_bytes: u64,
+    /// Ranges of the data file without space, which are not used.
+    pub holes: Vec<Range<u64>>,
     /// The `super` file.
     pub super_bytes: Vec<u8>,
     /// The `table` file.
@@ -45,6 +49,7 @@ impl DeviceImage {
         Self {
             capacity: 0,
             page_bytes: PAGE_BYTES_MAX,
+            holes: Vec::new(),
             super_bytes: Vec::new(),
             table: Table::Bytes(Vec::new()),
         }
@@ -80,8 +85,9 @@ pub(crate) struct Disk {
 
 impl Disk {
     pub(crate) fn new(image: &DeviceImage, policy: Policy, namespace_entries: Vec<u64>) -> Self {
-        let slots = Slots::new(image.capacity, image.page_bytes);
-        let health = if slots.capacity() == 0 {
+        let mut slots = Slots::new(image.capacity, image.page_bytes);
+        slots.exclude(&image.holes);
+        let health = if slots.extent() == 0 {
             HealthMonitor::absent()
         } else {
             HealthMonitor::new()
@@ -101,7 +107,7 @@ impl Disk {
 
     /// Whether the directory could not be opened yet.
     pub(crate) fn is_absent(&self) -> bool {
-        self.slots.capacity() == 0
+        self.slots.extent() == 0
     }
 
     pub(crate) fn slots(&self) -> &Slots {
@@ -139,6 +145,7 @@ impl Disk {
     pub(crate) fn free(&mut self, class: Class, offset: u64) {
         let page = self.slots.page_of(offset);
         let records = self.slots.cells_of_page(page);
+        self.records.mark_stale(self.slots.cell_of(class, offset));
         self.slots.free(class, offset);
         if self.slots.page_class(page).is_none() {
             self.records.release(records);
@@ -163,7 +170,43 @@ impl Disk {
 
     /// Revokes a claim: a later record claims the bytes or the payload.
     pub(crate) fn unclaim(&mut self, class: Class, offset: u64) {
+        self.records.mark_stale(self.slots.cell_of(class, offset));
         self.slots.unclaim(class, offset);
+    }
+
+    /// Notes that the payload of a slot has left the index.
+    pub(crate) fn slot_is_stale(&mut self, class: Class, offset: u64) {
+        self.records.mark_stale(self.slots.cell_of(class, offset));
+    }
+
+    /// Notes that a record on disk describes no payload that was taken over.
+    pub(crate) fn mark_stale(&mut self, record: u32) {
+        self.records.mark_stale(record);
+    }
+
+    /// No restart may find a payload that is not there now: the table is brought up to date, and synced.
+    pub(crate) fn order_records(&mut self) {
+        self.records.order();
+    }
+
+    /// Whether a sync of the table is due, because all blocks of an order have been written.
+    pub(crate) fn needs_table_sync(&self) -> bool {
+        self.records.ordered().needs_sync()
+    }
+
+    /// Whether the medium has all records since the last order.
+    pub(crate) fn is_order_durable(&self) -> bool {
+        self.records.ordered().is_durable()
+    }
+
+    /// A sync of the table begins.
+    pub(crate) fn table_sync_begins(&mut self) {
+        self.records.sync_begins();
+    }
+
+    /// A sync of the table has ended.
+    pub(crate) fn table_sync_ended(&mut self, ok: bool) {
+        self.records.sync_ended(ok);
     }
 
     /// Completes a series of [`Disk::claim`].
@@ -267,8 +310,8 @@ impl Disk {
         self.records.take_dirty_block()
     }
 
-    /// The write of a block has ended.
-    pub(crate) fn block_written(&mut self, block: u32, ok: bool) {
+    /// The write of a block has ended: `None` if it was never made, because the engine ends.
+    pub(crate) fn block_written(&mut self, block: u32, ok: Option<bool>) {
         self.records.block_written(block, ok);
     }
 

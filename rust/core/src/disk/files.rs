@@ -267,10 +267,27 @@ pub(super) fn create(path: &Path, superblock: &Superblock) -> Result<(), StoreEr
         .map_err(failed(path, "write the superblock"))?;
     file.set_len(namespace_offset(NAMESPACES_MAX))
         .map_err(failed(path, "size the super file"))?;
+    put_in_place(path, &file, (SUPER_NEW, SUPER))
+}
+
+/// Gives a new file its name, in place of an earlier file. After a crash there is the earlier file, or all of the new.
+pub(super) fn put_in_place(
+    path: &Path,
+    file: &File,
+    (new, name): (&'static str, &'static str),
+) -> Result<(), StoreError> {
     file.sync_all()
-        .map_err(failed(path, "sync the superblock"))?;
-    fs::rename(&new, path.join(SUPER)).map_err(failed(path, "name the super file"))?;
+        .map_err(failed(&path.join(new), "sync it"))?;
+    note("sync", new);
+    fs::rename(path.join(new), path.join(name)).map_err(failed(&path.join(new), "rename it"))?;
+    note("rename", name);
     sync_directory(path)
+}
+
+/// Lets a test see the order of the calls that make a start safe against a loss of power.
+fn note(_call: &'static str, _name: &'static str) {
+    #[cfg(test)]
+    tests::CALLS.with_borrow_mut(|calls| calls.push((_call, _name)));
 }
 
 /// Replaces the superblock of a store that gets pages of another size.
@@ -354,12 +371,22 @@ pub(super) fn bytes_of(path: &Path) -> u64 {
 
 fn sync_directory(path: &Path) -> Result<(), StoreError> {
     let dir = File::open(path).map_err(failed(path, "open the directory"))?;
-    dir.sync_all().map_err(failed(path, "sync the directory"))
+    dir.sync_all().map_err(failed(path, "sync the directory"))?;
+    note("sync", "");
+    Ok(())
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use std::cell::RefCell;
+
     use super::*;
+
+    thread_local! {
+        /// The calls of this thread: a call, and the file. The directory has no name.
+        pub(in crate::disk) static CALLS: RefCell<Vec<(&'static str, &'static str)>> =
+            const { RefCell::new(Vec::new()) };
+    }
 
     const SUPERBLOCK: Superblock = Superblock {
         store_id: 1,
@@ -386,6 +413,15 @@ mod tests {
             assert_eq!(fs::metadata(path.join(TABLE)).unwrap().len(), 0);
             assert_eq!(find(path, false).unwrap(), Found::Store(SUPERBLOCK));
         }
+    }
+
+    #[test]
+    fn a_new_store_has_its_name_only_when_it_is_durable() {
+        let dir = tempfile::tempdir().unwrap();
+        CALLS.take();
+        create(dir.path(), &SUPERBLOCK).unwrap();
+        let expected = [("sync", SUPER_NEW), ("rename", SUPER), ("sync", "")];
+        assert_eq!(CALLS.take(), expected);
     }
 
     #[test]

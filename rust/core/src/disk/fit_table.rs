@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::files::{TABLE, TABLE_NEW, open_to_write};
+use super::files::{TABLE, TABLE_NEW, open_to_write, put_in_place};
 use super::format::{BLOCK_BYTES, PLACEHOLDER, PLACEHOLDERS_SHARE, RECORD_BYTES, Record};
 use super::open::failed;
 use crate::error::StoreError;
@@ -55,13 +55,12 @@ pub(super) fn fit_table(path: &Path, data_bytes: u64) -> Result<(), StoreError> 
     let file = File::from(open_to_write(path, TABLE_NEW, true)?);
     file.write_all_at(&new, 0)
         .map_err(action(path, "write the packed table"))?;
-    file.sync_all()
-        .map_err(action(path, "sync the packed table"))?;
-    fs::rename(&at, path.join(TABLE)).map_err(action(path, "name the packed table"))
+    put_in_place(path, &file, (TABLE_NEW, TABLE))
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::files::tests::CALLS;
     use super::*;
     use crate::key::BlockHash;
 
@@ -109,7 +108,12 @@ mod tests {
         // The slot 15 ends behind the 16 units of the data file.
         fit_table(dir.path(), 64 * SLOT_ALIGN).unwrap();
         assert_eq!(fs::read(&path).unwrap(), table, "it is short enough");
+        // A start that was killed has left more.
+        fs::write(dir.path().join(TABLE_NEW), vec![7; 3 * BLOCK_BYTES]).unwrap();
+        CALLS.take();
         fit_table(dir.path(), 16 * SLOT_ALIGN).unwrap();
+        let expected = [("sync", TABLE_NEW), ("rename", TABLE), ("sync", "")];
+        assert_eq!(CALLS.take(), expected, "durable before it has its name");
         let packed = fs::read(&path).unwrap();
         assert_eq!(packed.len(), BLOCK_BYTES);
         let kept: Vec<Record> = packed

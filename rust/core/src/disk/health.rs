@@ -158,6 +158,12 @@ impl HealthMonitor {
         }
     }
 
+    /// Counts a failed sync. Writes pause at once: those before the sync will be repeated, although they succeeded.
+    pub(crate) fn sync_failed(&mut self, fault: IoFault, now_ns: u64) {
+        self.write_failures = WRITE_FAILURES_MAX;
+        self.write_failed(fault, now_ns);
+    }
+
     pub(crate) fn read_succeeded(&mut self) {
         self.read_failures = 0;
         self.given_up = 0;
@@ -184,6 +190,28 @@ impl HealthMonitor {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_write_that_ends_during_a_pause_ends_it_not() {
+        for errno in [rustix::io::Errno::NOSPC, rustix::io::Errno::ROFS] {
+            let mut health = HealthMonitor::new();
+            let fault = IoFault::Os(errno.raw_os_error());
+            health.write_failed(fault, 0);
+            health.write_succeeded(1);
+            assert!(!health.takes_writes(WRITE_PAUSE_NS - 1));
+            assert!(health.takes_writes(WRITE_PAUSE_NS));
+            health.write_succeeded(WRITE_PAUSE_NS);
+            assert_eq!(health.report(), (Health::Good, None));
+        }
+    }
+
+    #[test]
+    fn a_failed_sync_pauses_writes_although_they_succeed() {
+        let mut health = HealthMonitor::new();
+        health.write_succeeded(0);
+        health.sync_failed(IoFault::Os(rustix::io::Errno::IO.raw_os_error()), 0);
+        assert!(!health.takes_writes(1));
+    }
 
     #[test]
     fn a_directory_that_fails_again_and_again_is_tried_ever_later_and_at_least_once_in_about_an_hour()

@@ -2,19 +2,21 @@
 //! turns this module's decisions into requests.
 
 pub mod binding;
+mod block_set;
 mod device;
 mod files;
 mod fit_table;
 pub mod format;
 mod health;
+mod holes;
 pub mod inspect;
 mod latency;
 pub mod open;
+mod ordered;
 pub mod portable;
 mod records;
 mod space;
 mod table;
-mod touched;
 mod way;
 
 pub(crate) use device::Disk;

@@ -2,6 +2,7 @@
 //! IO engines, that talks to the operating system.
 
 use std::fs::{self, File};
+use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -16,12 +17,14 @@ use super::files::{self, open_for_io, open_to_read, open_to_write, read_file, re
 use super::files::{DATA, Found, LOCK, SUPER, TABLE};
 use super::fit_table::fit_table;
 use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, Superblock, namespace_offset};
-use super::space::{Filesystem, Held, Sizing, size};
+use super::holes::{fill_holes, space_of};
+use super::space::{Filesystem, Held, Sizing, short_of_space, size};
 use super::way;
 use crate::disk::{DeviceImage, Table};
 use crate::error::StoreError;
 use crate::io::DeviceFiles;
 use crate::size::Bytes;
+use crate::slots::unit_bytes_for;
 
 pub use super::space::{CAPACITY_MAX, CAPACITY_MIN, Capacity};
 
@@ -268,8 +271,8 @@ pub fn open(
         }
     }
     let superblock = superblock(path, found, &sizing, (store_id, options.encrypted))?;
-    let data_bytes = match size_data(path, sizing.data_bytes, superblock.page_bytes) {
-        Ok(data_bytes) => data_bytes,
+    let (data_bytes, holes) = match size_data(path, &sizing) {
+        Ok(sized) => sized,
         Err(error) => {
             // Frees the space of the new files: an engine may try again as long as the filesystem is full.
             if !matches!(found, Found::Store(_)) {
@@ -285,10 +288,15 @@ pub fn open(
             Bytes(sizing.data_bytes)
         ));
     }
+    let lost: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
+    if lost > 0 {
+        notes.push(short_of_space(path, lost, data_bytes));
+    }
     fit_table(path, data_bytes)?;
     let image = DeviceImage {
         capacity: data_bytes,
         page_bytes: superblock.page_bytes,
+        holes,
         super_bytes: read_file(path, SUPER)?,
         table: Table::File(open_to_read(path, TABLE)?),
     };
@@ -330,8 +338,14 @@ pub fn examine(path: &Path, options: StoreOptions) -> Result<Examination, StoreE
         .map_err(|errno| failed(place, "write there")(errno.into()))?;
     let (sizing, mut notes) = plan(path, found, options)?;
     notes.extend(way::check(path)?);
+    let Sizing {
+        data_bytes, lost, ..
+    } = sizing;
+    if lost > 0 {
+        notes.push(short_of_space(path, lost, data_bytes));
+    }
     Ok(Examination {
-        capacity: sizing.data_bytes,
+        capacity: data_bytes - lost,
         is_kept: matches!(found, Found::Store(_)),
         notes,
     })
@@ -512,8 +526,15 @@ pub fn drop_namespace(path: &Path, digest: &str) -> Result<usize, StoreError> {
 }
 
 /// Sets the size of the data file and allocates its blocks, so that writing never fills the filesystem. An existing
-/// store that cannot grow keeps its size. Returns the size.
-fn size_data(path: &Path, data_bytes: u64, page_bytes: u64) -> Result<u64, StoreError> {
+/// store that cannot grow keeps its size, and an existing store that cannot have all of its space back starts without
+/// the holes that are left. Returns the size, and these holes.
+fn size_data(path: &Path, sizing: &Sizing) -> Result<(u64, Vec<Range<u64>>), StoreError> {
+    let Sizing {
+        data_bytes,
+        page_bytes,
+        ..
+    } = *sizing;
+    let allocate = "allocate the data file";
     let file = File::from(open_to_write(path, DATA, false)?);
     let found = file
         .metadata()
@@ -522,23 +543,37 @@ fn size_data(path: &Path, data_bytes: u64, page_bytes: u64) -> Result<u64, Store
         file.set_len(data_bytes)
             .map_err(failed(path, "shrink the data file"))?;
     }
-    match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, data_bytes) {
-        Ok(()) => Ok(data_bytes),
-        // The filesystem cannot allocate: the file stays sparse, and a full filesystem shows as a failed write.
-        Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
-            file.set_len(data_bytes)
-                .map_err(failed(path, "size the data file"))?;
-            Ok(data_bytes)
-        }
-        Err(errno @ (Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => {
-            let kept = found.len().min(data_bytes) / page_bytes * page_bytes;
-            file.set_len(found.len().min(data_bytes))
-                .map_err(failed(path, "free space"))?;
-            match kept {
-                0 => Err(failed(path, "allocate the data file")(errno.into())),
-                kept => Ok(kept),
+    let kept = found.len().min(data_bytes) / page_bytes * page_bytes;
+    let budget = || Filesystem::of(path).map(Filesystem::available);
+    let space = space_of(&file).map_err(failed(path, "measure the data file"))?;
+    let missing = data_bytes.saturating_sub(space);
+    if kept == 0 || missing <= budget().map_err(failed(path, "measure free space"))? {
+        match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, data_bytes) {
+            Ok(()) => return Ok((data_bytes, Vec::new())),
+            // The filesystem cannot allocate: the file stays sparse, and a full filesystem shows as a failed write.
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
+                file.set_len(data_bytes)
+                    .map_err(failed(path, "size the data file"))?;
+                return Ok((data_bytes, Vec::new()));
+            }
+            Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) if kept > 0 => {}
+            Err(errno) => {
+                // Nothing of a new file is left.
+                file.set_len(found.len().min(data_bytes))
+                    .map_err(failed(path, "free space"))?;
+                return Err(failed(path, allocate)(errno.into()));
             }
         }
-        Err(errno) => Err(failed(path, "allocate the data file")(errno.into())),
     }
+    // Frees the space behind the end that the attempt has allocated.
+    file.set_len(found.len().min(data_bytes))
+        .map_err(failed(path, "free space"))?;
+    let budget = budget().map_err(failed(path, "measure free space"))?;
+    let pages = (unit_bytes_for(page_bytes), page_bytes);
+    let holes = fill_holes(&file, kept, pages, budget).map_err(failed(path, allocate))?;
+    let lost: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
+    if lost >= kept {
+        return Err(failed(path, allocate)(Errno::NOSPC.into()));
+    }
+    Ok((kept, holes))
 }

@@ -5,8 +5,9 @@ use std::ops::Range;
 
 use crate::work;
 
+use super::block_set::BlockSet;
 use super::format::RECORDS_PER_BLOCK;
-use super::touched::TouchedBlocks;
+use super::ordered::OrderedBlocks;
 
 /// The records of one directory, beside the cells of [`Slots`](crate::slots::Slots): a record has the number of a cell.
 ///
@@ -17,8 +18,12 @@ pub(super) struct Records {
     placeholders: HashMap<u32, u32>,
     dirty_blocks: BTreeSet<u32>,
     /// Blocks in whose records only the tick of the last touch has changed.
-    touched: TouchedBlocks,
+    touched: BlockSet,
+    /// Blocks that may have a record, on disk, of a payload that is not there any more. As long as its bytes stay, a
+    /// restart finds the payload again.
+    stale: BlockSet,
     blocks_in_flight: BTreeSet<u32>,
+    ordered: OrderedBlocks,
 }
 
 impl Records {
@@ -68,6 +73,36 @@ impl Records {
         self.touched.insert(record / RECORDS_PER_BLOCK as u32);
     }
 
+    /// A record does not describe a payload any more. Its block is written with the next change, or for an order.
+    pub(super) fn mark_stale(&mut self, record: u32) {
+        self.stale.insert(record / RECORDS_PER_BLOCK as u32);
+    }
+
+    /// No restart may find a payload that is not there now: all blocks that differ from the records are written, and
+    /// synced.
+    pub(super) fn order(&mut self) {
+        for &block in &self.dirty_blocks {
+            self.stale.insert(block);
+        }
+        let stale = std::mem::take(&mut self.stale);
+        self.ordered.add(&stale, &self.blocks_in_flight);
+    }
+
+    /// The blocks that an order makes durable.
+    pub(super) fn ordered(&self) -> &OrderedBlocks {
+        &self.ordered
+    }
+
+    /// A sync of the table begins.
+    pub(super) fn sync_begins(&mut self) {
+        self.ordered.sync_begins();
+    }
+
+    /// A sync of the table has ended.
+    pub(super) fn sync_ended(&mut self, ok: bool) {
+        self.ordered.sync_ended(ok, &self.blocks_in_flight);
+    }
+
     /// Whether blocks with touched records wait to be written.
     pub(super) fn has_touched(&self) -> bool {
         !self.touched.is_empty()
@@ -85,26 +120,33 @@ impl Records {
 
     /// Blocks of the table that are to be written.
     pub(super) fn dirty_blocks(&self) -> usize {
-        self.dirty_blocks.len()
+        self.dirty_blocks.len() + self.ordered.waiting()
     }
 
     /// Takes the next block of the table to write. A block has one write in flight at a time, so that an
     /// older image never overwrites a newer image.
     pub(super) fn take_dirty_block(&mut self) -> Option<u32> {
         let mut blocks = self.dirty_blocks.iter().copied();
-        let block = blocks.find(|block| !self.blocks_in_flight.contains(block))?;
+        let dirty = blocks.find(|block| !self.blocks_in_flight.contains(block));
+        let block = dirty.or_else(|| self.ordered.take())?;
         self.dirty_blocks.remove(&block);
         self.touched.remove(block);
+        self.stale.remove(block);
+        self.ordered.begins(block);
         self.blocks_in_flight.insert(block);
         Some(block)
     }
 
-    /// The write of a block has ended.
-    pub(super) fn block_written(&mut self, block: u32, ok: bool) {
+    /// The write of a block has ended: `None` if it was never made, because the engine ends.
+    pub(super) fn block_written(&mut self, block: u32, ok: Option<bool>) {
         let was_in_flight = self.blocks_in_flight.remove(&block);
         assert!(was_in_flight, "block {block} of the table is written twice");
+        let Some(ok) = ok else {
+            return;
+        };
         if !ok {
             self.dirty_blocks.insert(block);
         }
+        self.ordered.ended(block, ok);
     }
 }

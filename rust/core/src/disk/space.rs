@@ -62,6 +62,11 @@ impl Filesystem {
             reserve: (total / 20).min(4 << 30),
         })
     }
+
+    /// The bytes that a store may take without the reserve.
+    pub(super) fn available(self) -> u64 {
+        self.free.saturating_sub(self.reserve)
+    }
 }
 
 /// The space that the files of a store take.
@@ -69,6 +74,8 @@ impl Filesystem {
 pub(super) struct Held {
     /// Length of the data file.
     data_len: u64,
+    /// Bytes that the data file takes of the filesystem: fewer than its length if it has holes.
+    data_space: u64,
     /// Bytes that all files take of the filesystem.
     all: u64,
     page_bytes: u64,
@@ -87,6 +94,7 @@ impl Held {
         );
         Ok(Self {
             data_len: data.len(),
+            data_space: data.blocks() * 512,
             all: (superblock.blocks() + table.blocks() + data.blocks()) * 512,
             page_bytes,
             is_empty: table.len() == 0,
@@ -109,6 +117,8 @@ pub(super) struct Sizing {
     /// Bytes of the data file: whole pages.
     pub(super) data_bytes: u64,
     pub(super) page_bytes: u64,
+    /// Bytes of a kept data file that have no space, about: holes for which too little is free.
+    pub(super) lost: u64,
     /// A note about the size, for the operator.
     pub(super) note: Option<String>,
 }
@@ -176,6 +186,10 @@ pub(super) fn size(
     };
     let page_bytes = page_bytes(data_of(capacity), held);
     let data_bytes = cut(data_of(capacity), page_bytes);
+    let missing = data_bytes
+        .min(held.data_len)
+        .saturating_sub(held.data_space);
+    let lost = missing.saturating_sub(filesystem.available());
     let path = path.display();
     let note = if grows && capacity < wanted {
         Some(format!(
@@ -199,8 +213,20 @@ pub(super) fn size(
     Ok(Sizing {
         data_bytes,
         page_bytes,
+        lost,
         note,
     })
+}
+
+/// Tells the operator that `lost` bytes of a data file of `data_bytes` have no space.
+pub(super) fn short_of_space(path: &Path, lost: u64, data_bytes: u64) -> String {
+    format!(
+        "disk_path {}: {} of {} are used until the next start, because the filesystem has no space for the rest; free \
+         space there, or lower disk_capacity",
+        path.display(),
+        Bytes(capacity_for(data_bytes - lost)),
+        Bytes(capacity_for(data_bytes)),
+    )
 }
 
 /// Whether a new store of `wanted` bytes has room.
@@ -290,6 +316,7 @@ mod tests {
         let data_len = cut(data_of(capacity), page_bytes);
         Held {
             data_len,
+            data_space: data_len,
             all: data_len,
             page_bytes,
             is_empty: false,

@@ -1,4 +1,8 @@
-//! The times of the ticks. Blocks know the tick of their last use, and operators think in hours.
+//! The times of the ticks. Blocks know the tick of their last use; operators, and `disk_ttl`, count seconds.
+//!
+//! Ticks rise over all lives of a store. The wall clock of a life may be wrong, though: a host without a battery starts
+//! in 1970. A record whose time is before undercroft's, or far before the time of an earlier tick, does not count: its tick
+//! is as young as the next tick with a credible time, or as the start of the engine.
 
 use std::collections::VecDeque;
 
@@ -10,8 +14,12 @@ const PRECISION: u32 = 256;
 const THINNED: usize = 4;
 /// Samples at most; see [`PRECISION`] for the usual number.
 const SAMPLES_MAX: usize = 1 << 14;
-/// When a store is opened, the times of records are rounded to this many seconds.
+/// When a store is opened, the times of records are rounded to this many seconds, or less for a short `disk_ttl`.
 const MINUTE: u32 = 60;
+/// A clock that was set back by more than this was wrong.
+const SET_BACK_MAX: u32 = 86_400;
+/// The beginning of 2026. There was no undercroft before: a clock that shows an earlier time is wrong.
+const CLOCK_MIN: u32 = 1_767_225_600;
 
 /// All ticks up to `tick` had come by `at_s`, and no later tick had.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,18 +32,38 @@ struct Sample {
 /// Samples of the tick and the time.
 ///
 /// Invariant: ticks and times ascend, times strictly.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(in crate::engine) struct Ages {
     samples: VecDeque<Sample>,
     /// The time of the last call of [`Ages::note`].
     seen_s: u32,
     /// The next sample that may be superfluous.
     cursor: usize,
-    /// The last tick of each minute, by the records of a store.
+    /// The last tick of each period of [`Ages::rounding_s`], by the records of a store.
     learned: FxHashMap<u32, u64>,
+    rounding_s: u32,
+    /// The last tick of all records: no use from now on has this tick.
+    learned_to: u64,
 }
 
 impl Ages {
+    /// The times of no ticks. `disk_ttl_s` is the time to live of payloads; 0 if there is none.
+    pub(in crate::engine) fn new(disk_ttl_s: u64) -> Self {
+        let exact = u32::try_from(disk_ttl_s / u64::from(MINUTE)).unwrap_or(MINUTE);
+        let rounding_s = match disk_ttl_s {
+            0 => MINUTE,
+            _ => exact.clamp(1, MINUTE),
+        };
+        Self {
+            samples: VecDeque::new(),
+            seen_s: 0,
+            cursor: 0,
+            learned: FxHashMap::default(),
+            rounding_s,
+            learned_to: 0,
+        }
+    }
+
     /// Notes the time `now_s`: no tick after `tick` has come.
     pub(in crate::engine) fn note(&mut self, tick: u64, now_s: u32) {
         let seen_s = std::mem::replace(&mut self.seen_s, now_s);
@@ -76,23 +104,34 @@ impl Ages {
 
     /// Notes that `tick` came at `at_s`, by a record.
     pub(in crate::engine) fn learn(&mut self, tick: u64, at_s: u32) {
-        let last = self.learned.entry(at_s / MINUTE).or_default();
+        let last = self.learned.entry(at_s / self.rounding_s).or_default();
         *last = tick.max(*last);
+        self.learned_to = tick.max(self.learned_to);
     }
 
     /// All records have been read, at `now_s`.
     pub(in crate::engine) fn finish_learning(&mut self, now_s: u32) {
-        let mut minutes: Vec<(u32, u64)> = self.learned.drain().collect();
-        minutes.sort_unstable();
-        let mut tick = 0;
-        for (minute, last) in minutes {
-            // The ticks keep their order even if the clock was set back.
-            self.push(tick, (minute * MINUTE).saturating_sub(1).min(now_s));
-            tick = last.max(tick);
-            let end_s = (minute * MINUTE).saturating_add(MINUTE - 1);
-            self.push(tick, end_s.min(now_s));
+        let learned = std::mem::take(&mut self.learned);
+        let mut ticks: Vec<(u64, u32)> = learned.into_iter().map(|(at, tick)| (tick, at)).collect();
+        ticks.sort_unstable();
+        let is_right = now_s >= CLOCK_MIN;
+        // A wrong clock corrects no time.
+        let most_s = if is_right { now_s } else { u32::MAX };
+        let (mut before, mut latest_s) = (0, 0);
+        for (tick, period) in ticks {
+            let start_s = period * self.rounding_s;
+            let end_s = start_s.saturating_add(self.rounding_s - 1).min(most_s);
+            if end_s < CLOCK_MIN || end_s.saturating_add(SET_BACK_MAX) < latest_s {
+                continue;
+            }
+            // The ticks keep their order even if the clock was set back a little.
+            self.push(before, start_s.saturating_sub(1).min(most_s));
+            self.push(tick, end_s);
+            (before, latest_s) = (tick, latest_s.max(end_s));
         }
-        self.learned = FxHashMap::default();
+        if is_right {
+            self.push(self.learned_to, now_s);
+        }
     }
 
     fn push(&mut self, tick: u64, at_s: u32) {
@@ -114,6 +153,14 @@ impl Ages {
         found.map(|of| of.tick)
     }
 
+    /// The last tick that was over by `at_s`: a later use has a later tick.
+    pub(in crate::engine) fn over_by(&self, at_s: u32) -> Option<u64> {
+        let later = self.samples.partition_point(|of| of.at_s <= at_s);
+        let Sample { tick, .. } = self.samples.get(later.checked_sub(1)?)?;
+        // The tick of a sample of this life may have gone on.
+        Some(*tick.min(&self.learned_to).max(&tick.saturating_sub(1)))
+    }
+
     /// When a tick came, or soon after; `now_s` for a tick after the last sample.
     pub(in crate::engine) fn time_of(&self, tick: u64, now_s: u32) -> u32 {
         let at = self.samples.partition_point(|of| of.tick < tick);
@@ -127,7 +174,7 @@ mod tests {
 
     #[test]
     fn a_tick_is_found_by_its_time_and_a_time_by_its_tick() {
-        let mut ages = Ages::default();
+        let mut ages = Ages::new(0);
         assert_eq!((ages.last_by(50), ages.time_of(3, 60)), (None, 60));
         for second in 0..100 {
             ages.note(u64::from(second) * 10, 1000 + second);
@@ -143,7 +190,7 @@ mod tests {
 
     #[test]
     fn a_long_pause_makes_nothing_older_or_younger() {
-        let mut ages = Ages::default();
+        let mut ages = Ages::new(0);
         ages.note(10, 1000);
         for second in 1001..5000 {
             ages.note(10, second);
@@ -160,7 +207,7 @@ mod tests {
 
     #[test]
     fn old_samples_are_thinned_and_stay_precise() {
-        let mut ages = Ages::default();
+        let mut ages = Ages::new(0);
         let now = 40_000_000;
         // Ten requests a second for more than a year, noted every half a minute.
         for at_s in (0..=now).step_by(30) {
@@ -176,23 +223,80 @@ mod tests {
 
     #[test]
     fn a_store_tells_the_times_of_its_ticks() {
-        let mut ages = Ages::default();
-        for (tick, at_s) in [
-            (70, 600_010),
-            (50, 600_000),
-            (900, 1_200_000),
-            (40, 660_000),
-        ] {
-            ages.learn(tick, at_s);
+        // The beginning of a minute.
+        const THEN: u32 = CLOCK_MIN + 600_000;
+        let mut ages = Ages::new(0);
+        for (tick, after_s) in [(70, 10), (50, 0), (900, 600_000)] {
+            ages.learn(tick, THEN + after_s);
         }
-        ages.finish_learning(1_200_030);
-        ages.note(900, 1_200_040);
-        assert_eq!(ages.last_by(599_000), None);
-        assert_eq!(ages.last_by(600_059), Some(70));
+        ages.finish_learning(THEN + 600_030);
+        ages.note(900, THEN + 600_040);
+        assert_eq!(ages.last_by(THEN - 1000), None);
+        assert_eq!(ages.last_by(THEN + 59), Some(70));
         // Between two minutes with requests, nothing was used.
-        assert_eq!(ages.last_by(900_000), Some(70));
-        assert_eq!(ages.last_by(1_200_030), Some(900));
-        let found = ages.time_of(70, 1_300_000);
-        assert!((600_010..600_070).contains(&found), "{found}");
+        assert_eq!(ages.last_by(THEN + 300_000), Some(70));
+        assert_eq!(ages.last_by(THEN + 600_030), Some(900));
+        let found = ages.time_of(70, THEN + 700_000) - THEN;
+        assert!((10..70).contains(&found), "{found}");
+        let by = |after_s| ages.over_by(THEN + after_s);
+        assert_eq!([59, 300_000, 600_029].map(by), [Some(70); 3]);
+        assert_eq!(ages.over_by(THEN - 1000), None);
+    }
+
+    #[test]
+    fn a_short_time_to_live_has_exact_times() {
+        for (disk_ttl_s, rounding_s) in [(0, 60), (1, 1), (100, 1), (600, 10), (604_800, 60)] {
+            let mut ages = Ages::new(disk_ttl_s);
+            let at_s = CLOCK_MIN + 6000;
+            ages.learn(5, at_s);
+            ages.finish_learning(at_s + 1000);
+            let over_s = (0..100).find(|after| ages.over_by(at_s + after) == Some(5));
+            assert_eq!(over_s, Some(rounding_s - 1), "{disk_ttl_s}");
+        }
+    }
+
+    #[test]
+    fn a_tick_is_over_when_a_later_one_has_come() {
+        let mut ages = Ages::new(0);
+        ages.note(10, 1000);
+        ages.note(10, 1100);
+        ages.note(11, 1101);
+        let over = [999, 1000, 1100, 1101, 2000].map(|at_s| ages.over_by(at_s));
+        assert_eq!(over, [None, Some(9), Some(9), Some(10), Some(10)]);
+    }
+
+    #[test]
+    fn a_life_with_a_wrong_clock_makes_no_tick_older() {
+        const NOW: u32 = 1_790_000_000;
+        const DAY: u32 = 86_400;
+        let learned = |records: &[(u64, u32)]| {
+            let mut ages = Ages::new(0);
+            for &(tick, at_s) in records {
+                ages.learn(tick, at_s);
+            }
+            ages.finish_learning(NOW);
+            ages
+        };
+        // Ticks 600 to 700 came in 1970.
+        let ages = learned(&[
+            (500, NOW - 9 * DAY),
+            (600, 1000),
+            (700, 5000),
+            (800, NOW - DAY),
+        ]);
+        let over = [8, 2, 0].map(|days| ages.over_by(NOW - days * DAY));
+        assert_eq!(over, [Some(500), Some(500), Some(800)]);
+        assert_eq!(ages.last_by(NOW - 2 * DAY), Some(500));
+        // No life had a right clock.
+        let ages = learned(&[(600, 1000), (700, 5000)]);
+        assert_eq!(
+            (ages.over_by(NOW - 1), ages.over_by(NOW)),
+            (None, Some(700))
+        );
+        // A clock that was years ahead, and one that was set back by an hour.
+        let ages = learned(&[(500, NOW + 999 * DAY), (600, NOW - 9 * DAY)]);
+        assert_eq!(ages.over_by(NOW - DAY), None);
+        let ages = learned(&[(500, NOW - DAY), (600, NOW - DAY - 3600)]);
+        assert_eq!(ages.over_by(NOW - DAY + 60), Some(600));
     }
 }

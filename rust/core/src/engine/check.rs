@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use crate::forest::{DiskState, HostState, NONE, NodeId};
+use crate::key::{BlockHash, NamespaceDigest};
 use crate::session::BlockEvent;
 use crate::slots::slot_offset;
 
@@ -11,6 +12,15 @@ use super::ensure::ensure;
 use super::operations::Purpose;
 use super::residency::LeaseCounts;
 use super::sessions::{SessionId, TransferKind};
+
+/// A payload in the tiers.
+#[derive(Clone, Copy, Debug)]
+pub struct Held {
+    /// Digest of its namespace, its block hash, and its group.
+    pub payload: (NamespaceDigest, BlockHash, u8),
+    /// Where it is on disk, if it is there: the directory, the offset in the data file, and the bytes of its slot.
+    pub place: Option<(u16, u64, u32)>,
+}
 
 impl Engine {
     /// Whether every invariant of the engine's state holds.
@@ -60,6 +70,17 @@ impl Engine {
     pub fn announced(&self, session: SessionId) -> Vec<BlockEvent> {
         let state = self.sessions.get(session);
         state.map_or_else(Vec::new, |state| self.residency.announced(state.ns))
+    }
+
+    /// The payloads of shared namespaces in the tiers.
+    pub fn held(&self) -> Vec<Held> {
+        let all = self.residency.held().into_iter();
+        let shared = all.filter(|(ns, ..)| !self.namespaces.is_private(*ns));
+        let held = shared.map(|(ns, hash, group, place)| Held {
+            payload: (*self.namespaces.digest(ns), hash, group),
+            place,
+        });
+        held.collect()
     }
 
     /// The blocks that the remote store is known to have, as known to a session that has taken all events.
@@ -235,7 +256,10 @@ impl Engine {
                     );
                     reading.insert((node, group));
                 }
-                Purpose::Table { .. } | Purpose::Namespace { .. } | Purpose::Release { .. } => {
+                Purpose::Table { .. }
+                | Purpose::Namespace { .. }
+                | Purpose::Release { .. }
+                | Purpose::Sync { .. } => {
                     *writes += 1;
                 }
             }

@@ -6,8 +6,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::forest::{DeviceIndex, NsId};
-use crate::io::{IoFault, IoRequest};
+use crate::disk::Disk;
+use crate::forest::{DeviceIndex, NodeId, NsId};
+use crate::io::{FileKind, IoFault, IoRequest};
 
 use super::coordinator::Engine;
 use super::operations::Purpose;
@@ -18,6 +19,8 @@ const PAUSE_NS: u64 = 1_000_000_000;
 /// Most erasures that one entry starts, and that a device has at once: a filesystem delays other work on the file
 /// meanwhile.
 const ERASURES: usize = 4;
+/// The files whose changes an order makes durable. Each write of a namespace's entry has its own sync.
+const SYNCED: [FileKind; 2] = [FileKind::Table, FileKind::Data];
 /// Fewer digits of a digest could name another namespace by mistake.
 const DIGITS_MIN: usize = 8;
 
@@ -56,16 +59,17 @@ pub struct Cleared {
     pub disk_blocks: u64,
     /// Their bytes.
     pub disk_bytes: u64,
-    /// Bytes erased from the data files.
+    /// Bytes erased from the data files, durably.
     pub erased_bytes: u64,
-    /// Payloads whose bytes could not be erased.
+    /// Payloads whose bytes could not be erased, or may be on a disk although their write failed.
     pub erase_failures: u64,
     /// Hash blocks that are left: not reached, in use, or being erased.
     pub pending: u64,
     /// Whether the engine continues to remove blocks. If not, the pending ones wait for the end of their use, or for a
     /// directory that does not answer.
     pub removing: bool,
-    /// Whether no restart finds any of the blocks. False while a directory is away or takes no writes.
+    /// Whether no restart finds any of the removed blocks, and their erasure is durable, too. False while a directory is
+    /// away or takes no writes.
     pub durable: bool,
 }
 
@@ -97,6 +101,12 @@ pub(super) struct Clearing {
     next_pass_ns: u64,
     /// Erased bytes and failures when the order came.
     erased_before: (u64, u64),
+    /// The bytes on disk are erased.
+    erases: bool,
+    /// A directory could not be opened when the order came. If it is opened later, it is emptied.
+    is_absent: bool,
+    /// The order selects blocks by their age. Namespaces that do not fit the arena keep their blocks.
+    is_by_age: bool,
 }
 
 impl Engine {
@@ -108,13 +118,29 @@ impl Engine {
         if self.cleared().removing {
             return Err(ClearRefusal::Busy);
         }
-        let namespaces = self.namespaces_of(&order.what)?;
+        let digits = digits_of(&order.what)?;
+        let is_used = |ns| self.sessions.uses(ns);
+        let known = digits.as_ref().map(|of| self.namespaces.named(of, is_used));
+        let has_strangers = digits.as_ref().is_some_and(|of| {
+            let residency = &mut self.residency;
+            self.namespaces.clear_strangers(of, residency)
+        });
+        let namespaces = known.unwrap_or_default();
+        if let (ClearWhat::Namespace(_), Some(digits)) = (&order.what, digits)
+            && namespaces.is_empty()
+            && !has_strangers
+        {
+            return Err(ClearRefusal::Unknown(digits));
+        }
         let number = self.clearing.order + 1;
         self.residency.end_pass();
         let erasures = &self.residency.erasures;
         self.clearing = Clearing {
             order: number,
             erased_before: (erasures.bytes, erasures.failures),
+            erases: order.erase,
+            is_absent: self.residency.disks().iter().any(Disk::is_absent),
+            is_by_age: matches!(order.what, ClearWhat::OlderThan(_)),
             ..Clearing::default()
         };
         self.residency.cleared = ClearTotals {
@@ -138,26 +164,6 @@ impl Engine {
             self.clearing.sweep = sweep;
         }
         Ok(self.cleared())
-    }
-
-    /// The namespaces that an order selects.
-    fn namespaces_of(&self, what: &ClearWhat) -> Result<Vec<NsId>, ClearRefusal> {
-        let digits = match what {
-            ClearWhat::OlderThan(_) => return Ok(Vec::new()),
-            ClearWhat::All => "",
-            ClearWhat::Namespace(digits) => digits,
-        };
-        let are_digits = digits.bytes().all(|byte| byte.is_ascii_hexdigit());
-        if *what != ClearWhat::All && (digits.len() < DIGITS_MIN || !are_digits) {
-            return Err(ClearRefusal::Digits(digits.to_owned()));
-        }
-        let digits = digits.to_ascii_lowercase();
-        let is_used = |ns| self.sessions.uses(ns);
-        let found = self.namespaces.named(&digits, is_used);
-        if found.is_empty() && *what != ClearWhat::All {
-            return Err(ClearRefusal::Unknown(digits));
-        }
-        Ok(found)
     }
 
     /// Ends the life of a namespace durably; its sessions begin another life.
@@ -193,7 +199,7 @@ impl Engine {
             order: clearing.order,
             erased_bytes: residency.erasures.bytes - clearing.erased_before.0,
             erase_failures: residency.erasures.failures - clearing.erased_before.1,
-            durable: !self.namespaces.reset_pending() && !self.namespaces.reset_failed(),
+            durable: self.is_clear_durable(),
             ..Cleared::default()
         };
         if clearing.order > 0 {
@@ -204,16 +210,49 @@ impl Engine {
         cleared.pending = clearing.gone.iter().map(left).sum();
         // A directory that hangs may answer after hours, or never: an operator can give further orders meanwhile.
         cleared.removing = self.is_erasing() || self.namespaces.is_resetting(residency);
-        let is_going = |ns: &NsId| left(ns) > 0 && residency.is_ending(*ns);
-        cleared.removing |= clearing.gone.iter().any(is_going);
+        cleared.removing |= self.is_removing();
         if let Some(sweep) = &clearing.sweep {
             cleared.removing |= clearing.in_use.is_none();
             cleared.pending += clearing.in_use.unwrap_or(sweep.in_use);
         }
+        cleared.removing |= self.is_settling();
         if clearing.gone.is_empty() {
             cleared.pending += residency.erasures.len() as u64;
         }
         cleared
+    }
+
+    /// Whether no restart finds a block that the last order has removed, and the medium was told of all erasures.
+    fn is_clear_durable(&self) -> bool {
+        let (clearing, residency) = (&self.clearing, &self.residency);
+        let is_absent = residency.disks().iter().any(Disk::is_absent);
+        let is_sweeping = clearing.sweep.is_some() && clearing.in_use.is_none();
+        let may_return = self.namespaces.reset_pending()
+            || self.namespaces.reset_failed()
+            || clearing.is_absent && is_absent
+            || clearing.is_by_age && self.namespaces.has_strangers()
+            || is_sweeping
+            || !residency.disks().iter().all(Disk::is_order_durable);
+        let may_be_read =
+            clearing.erases && (self.is_removing() || !residency.erasures.is_durable());
+        !may_return && !may_be_read
+    }
+
+    /// Whether blocks of a namespace that was cleared are left to be removed.
+    fn is_removing(&self) -> bool {
+        let (clearing, residency) = (&self.clearing, &self.residency);
+        let is_going =
+            |&ns: &NsId| residency.left_of(ns, clearing.order) > 0 && residency.is_ending(ns);
+        clearing.gone.iter().any(is_going)
+    }
+
+    /// Whether records or erasures of the last order become durable on directories that take writes.
+    fn is_settling(&self) -> bool {
+        self.residency.devices().any(|device| {
+            let disk = &self.residency.disks()[device.index()];
+            let unsynced = self.residency.erasures.is_unsynced(device);
+            disk.health.takes_writes(self.now_ns) && (!disk.is_order_durable() || unsynced)
+        })
     }
 
     /// Whether erasures are pending on directories that answer.
@@ -235,6 +274,9 @@ impl Engine {
         };
         let is_over = self.residency.step_sweep(&mut sweep, self.config.removals);
         if is_over {
+            if self.clearing.in_use.is_none() || sweep.removed > 0 {
+                self.residency.order_records();
+            }
             self.clearing.in_use = Some(sweep.in_use);
             self.clearing.next_pass_ns = self.now_ns + PAUSE_NS;
         }
@@ -259,6 +301,91 @@ impl Engine {
     /// Whether a pass is under way, or will begin.
     pub(super) fn waits_for_pass(&self) -> bool {
         self.clearing.sweep.is_some()
+    }
+
+    /// A write of a payload ends. If the payload's bytes should be erased and the write has failed, the bytes may be on
+    /// the medium, and nothing erases them.
+    pub(super) fn note_unerased(&mut self, id: NodeId, ok: bool) {
+        let sweep = self.clearing.sweep.as_ref().filter(|sweep| sweep.erases);
+        let is_swept = || {
+            let last = self.residency.node(id).touch().last;
+            sweep.is_some_and(|sweep| last <= sweep.until)
+        };
+        if !ok && (self.residency.erases(id) || is_swept()) {
+            self.residency.erasures.failures += 1;
+        }
+    }
+
+    /// Whether a file of a directory is to be synced at the end of an order.
+    fn needs_sync(&self, device: DeviceIndex, file: FileKind) -> bool {
+        match file {
+            FileKind::Super => false,
+            FileKind::Table => self.residency.disks()[device.index()].needs_table_sync(),
+            FileKind::Data => {
+                self.residency.erasures.needs_sync(device)
+                    && !self.residency.has_waiting_erasures()
+                    && !self.residency.has_removals()
+                    && !self.is_pass_due()
+                    && self.operations.erasures(device) == 0
+            }
+        }
+    }
+
+    /// Whether a sync can be started, now or after a pause.
+    pub(super) fn has_syncs(&self) -> bool {
+        self.residency.devices().any(|device| {
+            let is_alive = self.residency.disks()[device.index()].health.is_alive();
+            is_alive && SYNCED.iter().any(|&file| self.needs_sync(device, file))
+        })
+    }
+
+    /// Appends the syncs that end an order.
+    pub(super) fn next_syncs(&mut self, out: &mut Vec<IoRequest>) {
+        for device in self.residency.devices() {
+            for file in SYNCED {
+                let disk = &self.residency.disks()[device.index()];
+                let takes = disk.health.takes_writes(self.now_ns);
+                if !takes || !self.operations.may_write(device) || !self.needs_sync(device, file) {
+                    continue;
+                }
+                match file {
+                    FileKind::Data => self.residency.erasures.sync_begins(device),
+                    _ => self.residency.disk_mut(device).table_sync_begins(),
+                }
+                let purpose = Purpose::Sync { device, file };
+                let token = self.operations.start(purpose, device, self.now_ns);
+                let device = device.number();
+                out.push(IoRequest::Sync {
+                    token,
+                    device,
+                    file,
+                });
+            }
+        }
+    }
+
+    /// A sync has ended. A failed one is repeated when the directory takes writes.
+    pub(super) fn sync_ended(
+        &mut self,
+        (device, file): (DeviceIndex, FileKind),
+        result: Result<u64, IoFault>,
+    ) {
+        match file {
+            FileKind::Data => self.residency.erasures.sync_ended(device, result.is_ok()),
+            _ => {
+                let disk = self.residency.disk_mut(device);
+                disk.table_sync_ended(result.is_ok());
+            }
+        }
+        let health = &mut self.residency.disk_mut(device).health;
+        match result {
+            Ok(_) => health.write_succeeded(self.now_ns),
+            Err(IoFault::Stopped) => {}
+            Err(fault) => {
+                health.sync_failed(fault, self.now_ns);
+                self.counters.write_failures += 1;
+            }
+        }
     }
 
     /// Appends erasures to start now.
@@ -296,6 +423,21 @@ impl Engine {
                 len,
                 frees: false,
             });
+        }
+    }
+}
+
+/// The beginning of the digests that an order selects; `None` if it selects by age.
+fn digits_of(what: &ClearWhat) -> Result<Option<String>, ClearRefusal> {
+    match what {
+        ClearWhat::OlderThan(_) => Ok(None),
+        ClearWhat::All => Ok(Some(String::new())),
+        ClearWhat::Namespace(digits) => {
+            let are_digits = digits.bytes().all(|byte| byte.is_ascii_hexdigit());
+            if digits.len() < DIGITS_MIN || !are_digits {
+                return Err(ClearRefusal::Digits(digits.to_owned()));
+            }
+            Ok(Some(digits.to_ascii_lowercase()))
         }
     }
 }

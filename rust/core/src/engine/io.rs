@@ -51,6 +51,7 @@ impl Engine {
             || self.writeback.has_writes(&self.residency)
             || self.residency.has_waiting_erasures()
             || self.residency.has_releases()
+            || self.has_syncs()
     }
 
     /// Whether nothing is in flight and nothing is queued to be written or read.
@@ -175,6 +176,7 @@ impl Engine {
         writeback.next_table_writes(&mut parts, false, out);
         self.next_erasures(out);
         self.next_releases(out);
+        self.next_syncs(out);
     }
 
     /// Appends the writes that are due beside payloads.
@@ -183,6 +185,7 @@ impl Engine {
         writeback.next_table_writes(&mut parts, true, out);
         self.next_erasures(out);
         self.next_releases(out);
+        self.next_syncs(out);
     }
 
     /// Takes the end of an IO operation. An unknown token is ignored.
@@ -216,11 +219,13 @@ impl Engine {
                 group,
                 started_ns,
             } => {
+                self.note_unerased(node, result.is_ok());
                 let (writeback, mut parts) = self.writeback();
                 writeback.write_ended((node, group), started_ns, result, &mut parts);
             }
             Purpose::Erase { node, group } => self.residency.erasure_ended((node, group), result),
             Purpose::Release { device } => self.residency.release_ended(device, result.is_ok()),
+            Purpose::Sync { device, file } => self.sync_ended((device, file), result),
             Purpose::Checksum { node, group } => self.checksum_ended(node, group, result),
             Purpose::Table { device, block } => {
                 let (_, mut parts) = self.promotions();

@@ -66,6 +66,8 @@ mod sessions;
 mod waits;
 mod writeback;
 
+#[cfg(feature = "check")]
+pub use check::Held;
 pub use clear::{ClearOrder, ClearRefusal, ClearWhat, Cleared};
 pub use config::EngineConfig;
 pub use coordinator::Engine;

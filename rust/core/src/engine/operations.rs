@@ -3,7 +3,7 @@
 use slotmap::{KeyData, SlotMap};
 
 use crate::forest::{DeviceIndex, NodeId};
-use crate::io::{IoRoom, device_depth};
+use crate::io::{FileKind, IoRoom, device_depth};
 
 slotmap::new_key_type! {
     struct OperationId;
@@ -39,6 +39,11 @@ pub(super) enum Purpose {
     Table {
         device: DeviceIndex,
         block: u32,
+    },
+    /// Makes writes of records, or erasures, durable.
+    Sync {
+        device: DeviceIndex,
+        file: FileKind,
     },
     Namespace {
         device: DeviceIndex,

@@ -104,6 +104,9 @@ impl Engine {
             let residency = &mut self.residency;
             let added = self.namespaces.add(spec, entry.instance, false, residency);
             recovery.namespaces += u64::from(added.is_ok());
+            if added.is_err() {
+                self.namespaces.note_stranger(entry.instance, digest);
+            }
         }
         for ns in self.residency.forest().namespaces() {
             self.namespaces.enter(ns, &mut self.residency);
@@ -184,8 +187,6 @@ impl Engine {
         self.writeback.advance_record_seq(record.seq);
         self.residency.advance_tick(record.last);
         self.residency.ages.learn(record.last, record.written_s);
-        let (used_s, now_s) = (u64::from(record.written_s), u64::from(self.unix_s()));
-        self.retention.note_found(record.last, used_s, now_s);
     }
 }
 

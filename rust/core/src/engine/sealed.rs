@@ -51,3 +51,18 @@ pub(super) fn sealed_transfer(
         binding: stored.binding(),
     })))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn writes_at_the_same_moment_of_two_lives_have_different_numbers() {
+        let life = |unix_at_zero_s| EngineConfig {
+            unix_at_zero_s,
+            ..EngineConfig::new(1 << 20)
+        };
+        let numbers = [1_790_000_000, 1_790_000_001].map(|at_s| write_id(77, &life(at_s)));
+        assert_eq!(numbers[0] + 1_000_000_000, numbers[1]);
+    }
+}

@@ -75,6 +75,15 @@ pub enum IoRequest {
         /// Whether their space is returned to the filesystem. If not, the file keeps the space where it can.
         frees: bool,
     },
+    /// fdatasync: completes when all writes and erasures of the file that had ended are durable.
+    Sync {
+        /// Returned in the completion.
+        token: u64,
+        /// Index of the device (directory).
+        device: u16,
+        /// The file.
+        file: FileKind,
+    },
     /// Metadata -> table or super file; `bytes` is a multiple of [`IO_ALIGN`] long. With `sync`,
     /// completes only after an fdatasync that followed the write.
     WriteMeta {
@@ -134,6 +143,7 @@ impl IoRequest {
             Self::ReadPayload { token, .. }
             | Self::WritePayload { token, .. }
             | Self::Erase { token, .. }
+            | Self::Sync { token, .. }
             | Self::WriteMeta { token, .. } => *token,
             Self::Sealed(of) => of.token,
         }
@@ -145,6 +155,7 @@ impl IoRequest {
             Self::ReadPayload { device, .. }
             | Self::WritePayload { device, .. }
             | Self::Erase { device, .. }
+            | Self::Sync { device, .. }
             | Self::WriteMeta { device, .. } => *device,
             Self::Sealed(of) => of.device,
         }
@@ -192,7 +203,7 @@ impl std::fmt::Display for IoFault {
 pub struct IoCompletion {
     /// The request's token.
     pub token: u64,
-    /// The payload checksum (0 for `WriteMeta` and `Erase`), or why it failed.
+    /// The payload checksum (0 for `WriteMeta`, `Erase` and `Sync`), or why it failed.
     pub result: Result<u64, IoFault>,
 }
 

@@ -66,6 +66,7 @@ pub(super) enum Body {
     Erase {
         frees: bool,
     },
+    Sync,
 }
 
 impl Operation {
@@ -125,6 +126,11 @@ impl Operation {
                 let body = Body::Meta { buffer, sync };
                 (token, device, file, file_offset, len, body)
             }
+            IoRequest::Sync {
+                token,
+                device,
+                file,
+            } => (token, device, file, 0, 0, Body::Sync),
             IoRequest::Sealed(of) => {
                 let SealedTransfer {
                     token,
@@ -197,9 +203,10 @@ impl Operation {
             }
             Body::Meta { .. } => self.file != FileKind::Data,
             Body::Erase { .. } => self.file == FileKind::Data,
+            Body::Sync => true,
         };
         body && usize::from(self.device) < devices
-            && self.len > 0
+            && (self.len > 0) != matches!(self.body, Body::Sync)
             && u64::from(self.len).is_multiple_of(IO_ALIGN)
             && self.file_offset.is_multiple_of(IO_ALIGN)
             && self
@@ -221,6 +228,11 @@ impl Operation {
 
     pub(super) fn is_erasure(&self) -> bool {
         matches!(self.body, Body::Erase { .. })
+    }
+
+    /// Whether bytes are moved.
+    pub(super) fn is_transfer(&self) -> bool {
+        !matches!(self.body, Body::Erase { .. } | Body::Sync)
     }
 
     /// How many of [`ERASE_MODES`] an erasure leaves out.

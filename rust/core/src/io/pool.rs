@@ -297,6 +297,12 @@ impl<I: FaultHook> PoolShared<I> {
             })?;
             return Ok(0);
         }
+        if let Body::Sync = operation.body {
+            repeat(&mut Progress::new(0), false, |_, _| {
+                self.sync(operation, file)
+            })?;
+            return Ok(0);
+        }
         if let Body::Sealed { .. } = operation.body {
             return self.carry_out_sealed(operation, file, buffer);
         }
@@ -367,7 +373,7 @@ impl<I: FaultHook> PoolShared<I> {
             Body::Meta { buffer, .. } => {
                 rustix::io::pwrite(file, &buffer.rest(done)[..len as usize], at)?
             }
-            Body::Sealed { .. } | Body::Erase { .. } => return Err(Errno::INVAL),
+            Body::Sealed { .. } | Body::Erase { .. } | Body::Sync => return Err(Errno::INVAL),
         };
         operation.flip(&self.arena, done, verdict);
         Ok(verdict.reported(moved as u32))

@@ -171,8 +171,7 @@ impl<I: FaultHook> Uring<I> {
 
     fn start(&mut self, index: u16, operation: Operation) {
         let len = operation.len;
-        // An erasure moves no bytes.
-        let moved = if operation.is_erasure() { 0 } else { len };
+        let moved = if operation.is_transfer() { len } else { 0 };
         let pieces: Vec<_> = (0..moved)
             .step_by(SPLIT as usize)
             .map(|start| RingPiece {
@@ -190,7 +189,7 @@ impl<I: FaultHook> Uring<I> {
             lane.batch.push(index, count, len);
             let epoch = self.slots[usize::from(index)].epoch;
             self.queues.unsummed.push_back((epoch, index));
-        } else if operation.is_erasure() {
+        } else if !operation.is_transfer() {
             lane.ready
                 .push_back((index, SYNC - operation.erase_modes_skipped()));
         } else {
@@ -290,7 +289,9 @@ impl<I: FaultHook> Uring<I> {
                 Buffer::Arena(arena_offset + u64::from(done))
             }
             Body::Meta { buffer, .. } => Buffer::Metadata(Arc::clone(buffer), done),
-            Body::Sealed { .. } | Body::Erase { .. } => return self.finish_piece(index),
+            Body::Sealed { .. } | Body::Erase { .. } | Body::Sync => {
+                return self.finish_piece(index);
+            }
         };
         let transfer = RingTransfer {
             reading: operation.is_read(),

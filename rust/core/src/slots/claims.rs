@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use super::{Class, NO_PAGE, Owner, OwnerCell, Slots};
+use super::{Class, NO_PAGE, Owner, OwnerCell, Run, Slots};
 
 /// Where a slot lies, by its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ impl Slots {
     }
 
     /// The place of the slot of `class` at `offset`, which comes from disk and may be anything; `None` if there is no
-    /// such slot.
+    /// such slot, or if a part of its page is excluded.
     pub(crate) fn place(&self, class: Class, offset: u64) -> Option<Place> {
         if offset >= self.extent() {
             return None;
@@ -35,9 +35,11 @@ impl Slots {
         let within = offset & (page_bytes - 1);
         let slot = within / state.slot_bytes;
         let is_slot = slot * state.slot_bytes == within && within + state.slot_bytes <= page_bytes;
-        is_slot.then(|| Place {
+        let unit = self.unit_of(offset - within);
+        let units = self.units(class);
+        (is_slot && !self.has_withheld(Run { unit, units })).then_some(Place {
             class,
-            unit: self.unit_of(offset - within),
+            unit,
             // At most the page size over the alignment.
             slot: slot as u32,
         })

@@ -155,3 +155,44 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_run_with_a_withheld_or_excluded_unit_is_not_whole() {
+    let mut slots = Slots::new(4 << 20, 1 << 20);
+    let class = slots.class_for(1 << 20).unwrap();
+    let run = slots.run_at(0, class);
+    assert!(slots.is_whole(run));
+    let withheld = slots.withholding(0);
+    let taken = slots.withhold(withheld).unwrap();
+    let around = slots.run_at(slots.run_range(taken).0, class);
+    assert!(!slots.is_whole(around));
+    slots.put_back(taken);
+    assert!(slots.is_whole(around));
+    slots.exclude(&[(2 << 20) + 5000..(2 << 20) + 5001]);
+    assert!(!slots.is_whole(slots.run_at(2 << 20, class)));
+    assert_eq!(slots.capacity(), (4 << 20) - (16 << 10), "one unit");
+}
+
+#[test]
+fn no_slot_lies_in_an_excluded_range_and_no_record_claims_one_there() {
+    let mut slots = Slots::new(4 << 20, 1 << 20);
+    slots.exclude(&[0..1 << 20, (3 << 20) - 4096..3 << 20]);
+    let class = slots.class_for(64 << 10).unwrap();
+    for offset in [0, 64 << 10, (3 << 20) - (64 << 10)] {
+        assert_eq!(slots.place(class, offset), None, "{offset}");
+    }
+    assert!(slots.place(class, 1 << 20).is_some());
+    let mut taken = 0;
+    while let Some(offset) = slots.alloc(
+        class,
+        Owner {
+            node: taken,
+            group: 0,
+        },
+    ) {
+        let end = offset + (64 << 10);
+        assert!(offset >= 1 << 20 && !(end > (3 << 20) - 4096 && offset < 3 << 20));
+        taken += 1;
+    }
+    assert!(taken >= 32, "{taken}");
+}

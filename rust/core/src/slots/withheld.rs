@@ -1,12 +1,28 @@
-//! Pages that no size class gets. The region is smaller while they are withheld.
+//! Pages that no size class gets. The region is smaller while they are withheld. Excluded units never come back.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use crate::work;
 
 use super::{Class, ClassState, NO_PAGE, Run, Slots, WITHHELD};
 
 impl Slots {
+    /// Excludes ranges in bytes from use, before any slot is taken: a unit with such a byte gets no page.
+    pub(crate) fn exclude(&mut self, ranges: &[Range<u64>]) {
+        for range in ranges {
+            let first = (range.start / self.unit_bytes) as usize;
+            let end = range.end.div_ceil(self.unit_bytes) as usize;
+            let end = end.min(self.page_at.len());
+            for unit in self.page_at.get_mut(first..end).unwrap_or_default() {
+                self.excluded_units += u64::from(*unit == NO_PAGE);
+                *unit = WITHHELD;
+            }
+        }
+        self.free_units
+            .rebuild(|unit| self.page_at[unit as usize] == NO_PAGE);
+    }
+
     /// Bytes of the pages that are withheld.
     pub(crate) fn withheld_bytes(&self) -> u64 {
         self.unit_bytes * self.withheld_units
@@ -73,10 +89,11 @@ impl Slots {
         self.free_units.put(run.unit, run.units.ilog2());
     }
 
-    /// Whether a part of a run is withheld: it cannot be emptied for another class.
+    /// Whether a part of a run is withheld or excluded: it cannot be emptied for another class.
     pub(crate) fn has_withheld(&self, run: Run) -> bool {
         let mut units = run.unit..run.unit + run.units;
-        self.withheld_units > 0 && units.any(|unit| self.page_at[unit as usize] == WITHHELD)
+        self.withheld_units + self.excluded_units > 0
+            && units.any(|unit| self.page_at[unit as usize] == WITHHELD)
     }
 
     /// The offset of a run in bytes, and the number of its bytes.

@@ -2,9 +2,11 @@
 
 use undercroft_core::disk::Health;
 use undercroft_core::engine::{ClearOrder, ClearWhat};
+use undercroft_core::io::{IoFault, IoRequest};
+use undercroft_core::namespace::{GroupKind, NamespaceSpec};
 
-use crate::rig::{Rig, SECOND};
-use crate::{SMALL, config, serve_all_but, two_directories};
+use crate::rig::{HASH_BLOCK, Rig, SECOND, group};
+use crate::{EIO, ENOSPC, SMALL, config, serve_all_but, two_directories};
 
 fn clear_all(rig: &mut Rig) -> bool {
     let order = ClearOrder {
@@ -55,4 +57,82 @@ fn a_clear_ends_without_the_blocks_of_a_directory_that_hangs_and_another_may_fol
     assert_eq!((cleared.removing, cleared.durable), (false, true));
     assert_eq!(rig.engine.disk_blocks_by_device(), [0, 0]);
     assert_eq!(cleared.erase_failures, 0);
+}
+
+#[test]
+fn a_directory_that_is_given_up_during_erasures_frees_each_block_once() {
+    let (mut rig, prompts) = two_directories(&config(64 << 20));
+    // Another namespace, whose blocks are read.
+    let read = prompts[0][1];
+    assert_eq!(rig.ask(read, 30), None);
+    let reads = rig.start(64);
+    let (reads, others): (Vec<_>, Vec<_>) = reads.into_iter().partition(IoRequest::is_read);
+    others.into_iter().for_each(|request| rig.end(request));
+    assert!(clear_all(&mut rig));
+    while rig.engine.has_rest() && !rig.engine.is_quiet() {
+        let erasures = rig.start(4);
+        if erasures
+            .iter()
+            .any(|request| matches!(request, IoRequest::Erase { .. }))
+        {
+            // The reads fail while erasures are under way.
+            for request in reads {
+                rig.finish(&request, Err(IoFault::Os(EIO)));
+            }
+            erasures.into_iter().for_each(|request| rig.end(request));
+            break;
+        }
+        erasures.into_iter().for_each(|request| rig.end(request));
+    }
+    rig.settle();
+    assert!(matches!(rig.engine.health()[0].0, Health::Failed { .. }));
+    assert_eq!(rig.engine.disk_blocks_by_device(), [0, 0]);
+    assert!(rig.engine.cleared().erase_failures > 0);
+}
+
+/// Another model, and the writes of its entry.
+fn entry_of_another_model(rig: &mut Rig) -> (NamespaceSpec, Vec<IoRequest>) {
+    let spec = NamespaceSpec {
+        description: "another model".to_owned(),
+        hash_block_size: HASH_BLOCK,
+        alignment_tokens: HASH_BLOCK,
+        groups: vec![group(GroupKind::Full, SMALL)],
+    };
+    let session = rig.engine.open_session(spec.clone()).unwrap();
+    rig.engine.close_session(session);
+    let writes = rig.start(64);
+    assert!(!writes.is_empty());
+    (spec, writes)
+}
+
+#[test]
+fn an_entry_whose_write_failed_does_not_return_after_the_namespace_was_cleared() {
+    for fails_first in [false, true] {
+        let mut rig = Rig::new(config(64 << 20), &[256 << 20], SMALL);
+        let (spec, writes) = entry_of_another_model(&mut rig);
+        let fail = |rig: &mut Rig| {
+            for request in &writes {
+                rig.finish(request, Err(IoFault::Os(ENOSPC)));
+            }
+        };
+        if fails_first {
+            fail(&mut rig);
+            assert!(clear_all(&mut rig));
+        } else {
+            assert!(clear_all(&mut rig));
+            fail(&mut rig);
+        }
+        for _ in 0..100 {
+            rig.pass(SECOND);
+            rig.settle();
+        }
+        assert!(rig.engine.cleared().durable);
+        let rig = rig.restart(config(64 << 20));
+        let digest = spec.digest();
+        let mut known = rig.engine.shared_namespaces();
+        assert!(
+            known.all(|(of, _)| *of != digest),
+            "fails first: {fails_first}"
+        );
+    }
 }

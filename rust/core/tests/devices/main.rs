@@ -5,6 +5,7 @@
 mod cleared;
 mod given_up;
 mod memory;
+mod resized;
 mod retention;
 mod rig;
 mod room;

@@ -13,7 +13,7 @@ fn config(at_s: u64) -> EngineConfig {
     EngineConfig {
         seed: 42,
         disk_ttl_s: TTL_S,
-        unix_at_zero_s: 1_000_000 + at_s,
+        unix_at_zero_s: 1_790_000_000 + at_s,
         ..EngineConfig::new(64 << 20)
     }
 }
@@ -81,4 +81,30 @@ fn a_restart_keeps_the_time_of_the_last_use() {
     let mut rig = rig.restart(config(400));
     assert_eq!(on_disk(&rig), 0, "before the first lookup");
     assert_eq!(rig.ask(2, BLOCKS), Some(0));
+}
+
+#[test]
+fn a_life_with_a_wrong_clock_empties_nothing() {
+    const NOW: u64 = 1_790_000_000;
+    const DAY: u64 = 86_400;
+    let life = |at_s| EngineConfig {
+        disk_ttl_s: 7 * DAY,
+        unix_at_zero_s: at_s,
+        ..config(0)
+    };
+    let mut rig = Rig::new(life(NOW), &[256 << 20], PAYLOAD);
+    rig.save(1, BLOCKS);
+    wait(&mut rig, 10);
+    // The host starts in 1970, with a restored image of last year, and far in the past of its first life again.
+    for (number, at_s) in [(2, 1000), (3, NOW - 400 * DAY), (4, 2000)] {
+        rig = rig.restart(life(at_s));
+        assert_eq!(on_disk(&rig), u64::from(BLOCKS) * (number - 1));
+        rig.save(number, BLOCKS);
+        wait(&mut rig, 10);
+    }
+    let rig = rig.restart(life(NOW + DAY));
+    assert_eq!(on_disk(&rig), 4 * u64::from(BLOCKS));
+    // Nothing stays for ever either.
+    let rig = rig.restart(life(NOW + 9 * DAY));
+    assert_eq!(on_disk(&rig), 0);
 }

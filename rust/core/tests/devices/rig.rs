@@ -98,6 +98,7 @@ impl Rig {
         let image = |directory: &Directory| DeviceImage {
             capacity: directory.capacity,
             page_bytes: page_bytes_for(directory.capacity),
+            holes: Vec::new(),
             super_bytes: directory.super_file.clone(),
             table: directory.table.clone().into(),
         };
@@ -136,9 +137,10 @@ impl Rig {
     pub(crate) fn end(&mut self, request: IoRequest) {
         let result = match &request {
             IoRequest::ReadPayload { checksum, .. } => Ok(*checksum),
-            IoRequest::WritePayload { .. } | IoRequest::Sealed(_) | IoRequest::Erase { .. } => {
-                Ok(7)
-            }
+            IoRequest::WritePayload { .. }
+            | IoRequest::Sealed(_)
+            | IoRequest::Erase { .. }
+            | IoRequest::Sync { .. } => Ok(7),
             IoRequest::WriteMeta {
                 device,
                 file,

@@ -1,7 +1,7 @@
 //! SIGKILL at random moments under load: all payloads of the store are right afterwards.
 
 use std::io::{BufRead, BufReader};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use undercroft_core::arena::Arena;
 use undercroft_core::driver::{Driver, EngineAccess};
@@ -16,6 +16,10 @@ use crate::rig::{DISK, HASH_BLOCK, HOST, MODEL, Model, Open, PATIENCE, Random, d
 const PROMPTS: u64 = 120;
 const LEN: u32 = 24;
 const READY: &str = "under load";
+/// A child says so after each request.
+const SERVED: &str = "served";
+/// Requests of a child after which it is killed, at most.
+const REQUESTS: u64 = 120;
 
 /// How many processes are killed; `UNDERCROFT_CRASHES` says so for a soak.
 fn crashes() -> u64 {
@@ -44,16 +48,16 @@ fn a_killed_process_leaves_no_wrong_byte() {
     for round in 0..crashes() {
         let mut killed = child::start("crash::child_works", &dirs[0], "077");
         let mut said = BufReader::new(killed.stdout.take().unwrap()).lines();
-        let ready = said
-            .by_ref()
-            .map_while(Result::ok)
-            .any(|line| line.contains(READY));
-        if ready {
-            std::thread::sleep(Duration::from_micros(random.below(80_000)));
-        }
+        let mut lines = said.by_ref().map_while(Result::ok);
+        let ready = lines.any(|line| line.contains(READY));
+        // By progress, not by time: a child on a busy machine would have written nothing.
+        let requests = random.below(REQUESTS) as usize;
+        let served = lines.filter(|line| line.contains(SERVED)).take(requests);
+        let served = served.count();
         killed.kill().unwrap();
         let status = killed.wait().unwrap();
         let last: Vec<String> = said.map_while(Result::ok).collect();
+        let ready = ready && served == requests;
         assert!(
             ready && status.code().is_none(),
             "round {round}: {status}: {last:?}"
@@ -144,6 +148,11 @@ fn child_works() {
             driver.enter(|engine| engine.end_transfer(save.id, true));
         }
         driver.enter(|engine| engine.finish_request(session, "r"));
+        if random.below(16) == 0 {
+            // Records are written while nothing else is.
+            driver.wait_until(PATIENCE, |engine| engine.is_quiet());
+        }
+        println!("{SERVED}");
     }
     panic!("not killed within {PATIENCE:?}");
 }

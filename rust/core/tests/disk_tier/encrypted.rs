@@ -30,6 +30,8 @@ fn cipher(keys: &[u8]) -> Arc<dyn PayloadCipher> {
 fn start(dirs: &[PathBuf], keys: &[u8]) -> Rig {
     let mut open = Open::new(dirs);
     open.encrypted = true;
+    // A record holds the number of its payload's write: the time.
+    open.config.unix_at_zero_s = 0;
     open.open(|arena, devices| {
         let parts = (Direct, Some(cipher(keys)));
         Box::new(ThreadPool::open(DEPTH, arena, devices, parts).unwrap())
@@ -302,4 +304,29 @@ fn a_bit_flipped_in_an_encrypted_payload_is_a_checksum_failure() {
         patch(&store.join("data"), place, |bytes| bytes[0] ^= 1, 1);
     });
     assert_eq!((found, failures), (5, (0, 1)));
+}
+
+#[test]
+fn payloads_that_somebody_has_moved_to_another_store_are_misses() {
+    let ((_one, one), (_other, other)) = (dir(), dir());
+    let both = [one.clone(), other.clone()];
+    let mut rig = start(&both, &[1]);
+    (0..8).for_each(|prompt| rig.save(prompt, 3));
+    drop(rig);
+    let before = [&one, &other].map(|store| records(store).len());
+    assert!(before.iter().all(|&count| count > 0), "{before:?}");
+    // Both stores have the namespace in the same life, and keep their superblocks.
+    for name in ["table", "data"] {
+        let parked = one.join("parked");
+        fs::rename(one.join(name), &parked).unwrap();
+        fs::rename(other.join(name), one.join(name)).unwrap();
+        fs::rename(parked, other.join(name)).unwrap();
+    }
+    for store in [one, other] {
+        let mut rig = start(&[store], &[1]);
+        let found = rig.recovery.blocks;
+        let hits: u32 = (0..8).map(|prompt| rig.hit(prompt, 3)).sum();
+        assert!(found > 0 && hits == 0, "{hits} of {found}");
+        assert!(failures(&rig).1 + failures(&rig).0 > 0);
+    }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use undercroft_core::arena::Arena;
+use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::open::{self, Capacity, DirectoryLock, OnOtherVersion, StoreOptions};
 use undercroft_core::engine::{Engine, EngineConfig, Recovery, SessionId};
 use undercroft_core::error::StoreError;
@@ -173,6 +174,7 @@ pub(crate) struct Rig {
     pub(crate) engine: Engine,
     pub(crate) arena: Arc<Arena>,
     pub(crate) recovery: Recovery,
+    pub(crate) notes: Vec<String>,
     session: SessionId,
     now_ns: u64,
     locks: Vec<DirectoryLock>,
@@ -184,6 +186,8 @@ pub(crate) struct Open<'a> {
     pub(crate) capacity: u64,
     /// Payloads are encrypted.
     pub(crate) encrypted: bool,
+    /// Directories that cannot be opened, by their index.
+    pub(crate) absent: Vec<usize>,
     pub(crate) config: EngineConfig,
 }
 
@@ -192,10 +196,12 @@ impl<'a> Open<'a> {
         let mut config = EngineConfig::new(HOST);
         // Promotions may use all of it.
         config.promotion_bytes = HOST;
+        config.unix_at_zero_s = 1_790_000_000;
         Self {
             dirs,
             capacity: DISK,
             encrypted: false,
+            absent: Vec::new(),
             config,
         }
     }
@@ -214,13 +220,21 @@ impl<'a> Open<'a> {
         io: impl FnOnce(Arc<Arena>, Vec<DeviceFiles>) -> Box<dyn IoEngine>,
     ) -> Result<Rig, StoreError> {
         let (mut files, mut images, mut locks) = (Vec::new(), Vec::new(), Vec::new());
-        for dir in self.dirs {
+        let mut notes = Vec::new();
+        for (index, dir) in self.dirs.iter().enumerate() {
+            if self.absent.contains(&index) {
+                files.push(DeviceFiles::absent().unwrap());
+                images.push(DeviceImage::absent());
+                continue;
+            }
             let options = StoreOptions {
                 capacity: Capacity::Bytes(self.capacity),
                 on_other_version: OnOtherVersion::default(),
                 encrypted: self.encrypted,
             };
-            let (of_device, image, lock) = open::open(dir, options, 1)?.into_parts();
+            let opened = open::open(dir, options, index as u64 + 1)?;
+            notes.extend(opened.notes.clone());
+            let (of_device, image, lock) = opened.into_parts();
             files.push(of_device);
             images.push(image);
             locks.push(lock);
@@ -235,6 +249,7 @@ impl<'a> Open<'a> {
             engine,
             arena,
             recovery,
+            notes,
             session,
             now_ns: 0,
             locks,
@@ -310,6 +325,22 @@ impl Rig {
     pub(crate) fn save_of(&mut self, model: &Model, prompt: u64, len: u32) {
         let session = self.session(model);
         self.save_in(session, model, prompt, len);
+    }
+
+    /// Saves a prompt, and starts its writes, without their ends.
+    pub(crate) fn begin_writes(&mut self, prompt: u64, len: u32) {
+        self.pump();
+        let hashes = Model::hashes(prompt, len);
+        let save = SaveRequest::new("save", &hashes, Tokens(len * HASH_BLOCK));
+        let transfer = self
+            .engine
+            .begin_save(self.session, &save)
+            .transfer
+            .unwrap();
+        MODEL.fill(&self.arena, &hashes, &transfer.extents);
+        self.engine.end_transfer(transfer.id, true);
+        self.engine.finish_request(self.session, "save");
+        assert_eq!(self.start_io(), len as usize);
     }
 
     /// As [`Rig::save`], in a session of another model.

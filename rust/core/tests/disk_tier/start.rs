@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
-use undercroft_core::disk::format::{ENCRYPTED_VERSION, RECORD_BYTES, Record};
+use undercroft_core::disk::format::{BLOCK_BYTES, ENCRYPTED_VERSION, RECORD_BYTES, Record};
 use undercroft_core::disk::open::{self, Capacity, OnOtherVersion, StoreOptions};
 use undercroft_core::engine::Engine;
 use undercroft_core::error::StoreError;
@@ -323,4 +323,52 @@ fn no_child_process_inherits_a_file_of_a_directory() {
         assert!(names.iter().any(is_it), "{name}: {names:?}");
     }
     drop(rig);
+}
+
+#[test]
+fn records_have_ever_higher_sequence_numbers_also_after_a_restart() {
+    let (_guard, store) = dir();
+    let dirs = [store.clone()];
+    let numbers = || {
+        let table = fs::read(store.join("table")).unwrap();
+        let blocks = table.chunks_exact(BLOCK_BYTES);
+        let first = |block: &[u8]| {
+            let mut records = block.chunks_exact(RECORD_BYTES).filter_map(Record::decode);
+            records.next().map(|record| record.seq)
+        };
+        blocks.filter_map(first).collect::<Vec<u64>>()
+    };
+    let mut last = 0;
+    for life in 0..3 {
+        let mut rig = Open::new(&dirs).plain();
+        // The records of each prompt fill blocks of the table.
+        for prompt in 0..2 {
+            rig.save(10 * life + prompt, 32);
+            let highest = numbers().into_iter().max().unwrap();
+            assert!(highest > last, "life {life}: {highest} after {last}");
+            last = highest;
+        }
+    }
+    let distinct: std::collections::BTreeSet<u64> = numbers().into_iter().collect();
+    assert!(distinct.len() >= 6, "{distinct:?}");
+}
+
+#[test]
+fn a_store_that_is_emptied_has_the_descriptors_of_its_present_files() {
+    let (_guard, store) = dir();
+    Open::new(std::slice::from_ref(&store)).plain().save(1, 3);
+    let emptied = open::open(&store, DISK, 1).unwrap().empty().unwrap();
+    for (name, file) in [
+        ("super", &emptied.files.superblock),
+        ("table", &emptied.files.table),
+        ("data", &emptied.files.data),
+    ] {
+        let open = rustix::fs::fstat(file).unwrap();
+        let named = fs::metadata(store.join(name)).unwrap();
+        assert_eq!((open.st_ino, open.st_nlink), (named.ino(), 1), "{name}");
+    }
+    let (_, _, lock) = emptied.into_parts();
+    assert_eq!(lock.missing_file(), None);
+    drop(lock);
+    assert_eq!(Open::new(&[store]).plain().recovery.blocks, 0);
 }

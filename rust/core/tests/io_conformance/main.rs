@@ -4,6 +4,7 @@
 
 mod erase;
 mod hang;
+mod kernel;
 mod rig;
 mod sealed;
 
@@ -25,6 +26,10 @@ use erase::{
     an_erasure_makes_a_hole_where_the_filesystem_zeroes_no_range,
     an_erasure_zeroes_the_range_and_returns_its_space_if_asked,
     endless_interruptions_of_any_call_end,
+};
+use kernel::{
+    a_sync_of_each_file_succeeds_and_its_failure_is_told,
+    calls_that_fail_in_the_kernel_leave_room_for_others,
 };
 use rig::{ARENA, DEPTH, Open, Rig, UNIT, meta, os, pattern, read, write};
 
@@ -574,6 +579,8 @@ macro_rules! conformance {
             waiting_ends_by_timeout_and_by_waking
             dropping_waits_for_what_is_in_flight
             the_kernels_own_errors_come_through
+            calls_that_fail_in_the_kernel_leave_room_for_others
+            a_sync_of_each_file_succeeds_and_its_failure_is_told
         })*
     };
 }

@@ -19,6 +19,7 @@ fn main() -> ExitCode {
         eprintln!("usage: undercroft-soak [SECONDS [FIRST_SEED]]");
         return ExitCode::FAILURE;
     };
+    println!("from seed {first}, for {seconds} s");
     let deadline = Instant::now() + Duration::from_secs(seconds);
     let (next, failed) = (AtomicU64::new(first), AtomicBool::new(false));
     let total = Mutex::new(Stats::default());

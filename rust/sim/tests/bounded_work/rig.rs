@@ -117,6 +117,7 @@ impl Rig {
             self.engine.attach_disks(vec![DeviceImage {
                 capacity: self.capacity / page_bytes * page_bytes,
                 page_bytes,
+                holes: Vec::new(),
                 super_bytes: self.super_bytes.clone(),
                 table: self.table.clone().into(),
             }]);
@@ -255,7 +256,7 @@ impl Rig {
             IoRequest::ReadPayload { checksum, .. } => Ok(*checksum),
             _ if self.fault == Fault::Writes => Err(IoFault::Os(28)),
             IoRequest::WritePayload { .. } | IoRequest::Sealed(_) => Ok(7),
-            IoRequest::Erase { .. } => Ok(0),
+            IoRequest::Erase { .. } | IoRequest::Sync { .. } => Ok(0),
             IoRequest::WriteMeta {
                 file,
                 file_offset,

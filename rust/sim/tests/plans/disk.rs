@@ -176,6 +176,7 @@ impl Files {
         let image = DeviceImage {
             capacity: capacity / page_bytes * page_bytes,
             page_bytes,
+            holes: Vec::new(),
             super_bytes: super_bytes.clone(),
             table: Vec::new().into(),
         };

@@ -159,6 +159,7 @@ impl Host {
             engine.attach_disks(vec![DeviceImage {
                 capacity: capacity / page_bytes * page_bytes,
                 page_bytes,
+                holes: Vec::new(),
                 super_bytes: superblock.encode().into(),
                 table: Vec::new().into(),
             }]);
@@ -247,7 +248,7 @@ impl Host {
                 self.disk.insert(file_offset, bytes.expect("in the arena"));
                 sum(self, arena_offset, payload_len)
             }
-            IoRequest::WriteMeta { .. } | IoRequest::Erase { .. } => 0,
+            IoRequest::WriteMeta { .. } | IoRequest::Erase { .. } | IoRequest::Sync { .. } => 0,
             IoRequest::Sealed(_) => unreachable!("the store is plain"),
         };
         IoCompletion {

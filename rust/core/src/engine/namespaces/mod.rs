@@ -1,10 +1,10 @@
 //! The namespaces, and the namespace table of each directory.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use crate::disk::Disk;
 use crate::disk::format::{
-    BLOCK_BYTES, ENTRY_BYTES, NamespaceEntry, NamespaceUse, namespace_offset, use_offset,
+    BLOCK_BYTES, NamespaceEntry, NamespaceUse, namespace_offset, use_offset,
 };
 use crate::error::RegisterError;
 use crate::forest::{DeviceIndex, NsId};
@@ -17,6 +17,8 @@ use super::operations::{Operations, Purpose};
 use super::residency::Residency;
 
 mod room;
+
+use room::fit_entry;
 
 /// A registered namespace.
 #[derive(Debug)]
@@ -66,6 +68,8 @@ pub(super) struct Namespaces {
     in_flight: Vec<EntryWrite>,
     /// Instances that are or were in use.
     instances: HashSet<u64>,
+    /// Instances that directories have, and that do not fit the arena, with their digests.
+    strangers: HashMap<u64, NamespaceDigest>,
     /// See [`EngineConfig::namespaces_max`].
     shared_max: usize,
     /// See [`EngineConfig::namespace_entries_max`].
@@ -82,6 +86,7 @@ impl Namespaces {
             entry_writes: VecDeque::new(),
             in_flight: Vec::new(),
             instances: HashSet::new(),
+            strangers: HashMap::new(),
             shared_max: config.namespaces_max,
             entries_max: config.namespace_entries_max,
             random: config.seed ^ 0x5DEE_CE66_D1CE_4E5B,
@@ -578,22 +583,4 @@ fn is_kept(state: &NamespaceState, residency: &Residency) -> bool {
 fn lacks_entry(state: &NamespaceState, residency: &Residency) -> bool {
     let mut there = residency.disks().iter().filter(|disk| !disk.is_absent());
     there.any(|disk| !disk.namespace_entries.contains(&state.instance))
-}
-
-/// Whether the description fits an entry of a namespace table.
-///
-/// # Errors
-/// If it does not.
-fn fit_entry(spec: &NamespaceSpec) -> Result<(), RegisterError> {
-    let entry = NamespaceEntry {
-        instance: u64::MAX,
-        spec: spec.clone(),
-    };
-    match entry.encode() {
-        Some(_) => Ok(()),
-        None => Err(RegisterError::DescriptionTooLong {
-            bytes: spec.description.len(),
-            entry_bytes: ENTRY_BYTES,
-        }),
-    }
 }

@@ -1,6 +1,10 @@
 //! Room for a namespace: an index of the engine's, and an entry in the table of each directory.
 
+use crate::disk::format::{ENTRY_BYTES, NamespaceEntry};
+use crate::error::RegisterError;
 use crate::forest::{DeviceIndex, NsId};
+use crate::key::NamespaceDigest;
+use crate::namespace::NamespaceSpec;
 
 use super::{NamespaceState, Namespaces, is_kept};
 use crate::engine::residency::Residency;
@@ -87,6 +91,34 @@ impl Namespaces {
         volatile.count()
     }
 
+    /// Notes a namespace that a directory has, and that does not fit the arena: its blocks stay there, unused.
+    pub(in crate::engine) fn note_stranger(&mut self, instance: u64, digest: NamespaceDigest) {
+        self.strangers.insert(instance, digest);
+    }
+
+    /// Whether a directory has blocks that this engine cannot use.
+    pub(in crate::engine) fn has_strangers(&self) -> bool {
+        !self.strangers.is_empty()
+    }
+
+    /// Clears the entries of the namespaces that do not fit the arena and whose digest begins with `digits`. Returns
+    /// whether there are any.
+    pub(in crate::engine) fn clear_strangers(
+        &mut self,
+        digits: &str,
+        residency: &mut Residency,
+    ) -> bool {
+        let named = |_: &u64, digest: &mut NamespaceDigest| digest.to_hex().starts_with(digits);
+        let named: Vec<u64> = self.strangers.extract_if(named).map(|(of, _)| of).collect();
+        for device in residency.devices() {
+            let entries = residency.disk_mut(device).namespace_entries.clone();
+            for (index, _) in (0..).zip(entries).filter(|(_, of)| named.contains(of)) {
+                self.clear_entry(device, index, residency);
+            }
+        }
+        !named.is_empty()
+    }
+
     /// The namespaces that may have blocks, shared or of a session, and whose digest begins with `digits`.
     pub(in crate::engine) fn named(
         &self,
@@ -119,5 +151,23 @@ impl Namespaces {
         // The namespace is now like a private one whose session has ended.
         state.private = true;
         state.volatile = true;
+    }
+}
+
+/// Whether the description fits an entry of a namespace table.
+///
+/// # Errors
+/// If it does not.
+pub(super) fn fit_entry(spec: &NamespaceSpec) -> Result<(), RegisterError> {
+    let entry = NamespaceEntry {
+        instance: u64::MAX,
+        spec: spec.clone(),
+    };
+    match entry.encode() {
+        Some(_) => Ok(()),
+        None => Err(RegisterError::DescriptionTooLong {
+            bytes: spec.description.len(),
+            entry_bytes: ENTRY_BYTES,
+        }),
     }
 }

@@ -1,6 +1,8 @@
 //! Events for the feeds: each change of a payload, and a replay of the payloads that are in the tiers.
 
 use crate::forest::{NONE, NodeId, NsId, Tier};
+#[cfg(feature = "check")]
+use crate::key::BlockHash;
 use crate::session::BlockEvent;
 use crate::work;
 
@@ -117,6 +119,26 @@ impl Residency {
         let all = ids.flat_map(|id| {
             let payloads = self.readable(id).into_iter();
             payloads.map(move |(group, tier)| self.event(id, group, tier, true))
+        });
+        all.collect()
+    }
+
+    /// The payloads in the tiers: namespace, hash, group, and the place on disk.
+    #[cfg(feature = "check")]
+    #[expect(clippy::type_complexity, reason = "only the simulator takes it")]
+    pub(in crate::engine) fn held(&self) -> Vec<(NsId, BlockHash, u8, Option<(u16, u64, u32)>)> {
+        let ids = self.forest.ids();
+        let ids = ids.filter(|&id| !self.node(id).is_detached());
+        let all = ids.flat_map(|id| {
+            let node = self.node(id);
+            let payloads = self.readable(id).into_iter();
+            payloads.map(move |(group, tier)| {
+                let place = (tier == Tier::Disk).then(|| {
+                    let (offset, bytes) = self.disk_range(id, group);
+                    (node.device.number(), offset, bytes)
+                });
+                (node.ns, node.hash, group, place)
+            })
         });
         all.collect()
     }

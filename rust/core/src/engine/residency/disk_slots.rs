@@ -137,7 +137,7 @@ impl Residency {
                 return Some(parent.device);
             }
         }
-        let pages = |disk: &Disk| disk.slots().capacity() / disk.slots().page_bytes();
+        let pages = |disk: &Disk| disk.slots().capacity().div_ceil(disk.slots().page_bytes());
         let takers = self.disks.iter().filter(|disk| takes(disk));
         let total: u64 = takers.map(pages).sum();
         let mut point = node.hash.fingerprint() % total.max(1);

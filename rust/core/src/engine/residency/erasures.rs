@@ -24,8 +24,10 @@ pub(in crate::engine) struct Erasures {
     queues: BTreeMap<DeviceIndex, VecDeque<(NodeId, u8)>>,
     /// All of the payloads.
     pending: FxHashSet<(NodeId, u8)>,
-    /// Bytes erased since the start.
+    /// Bytes erased since the start: the medium was told.
     pub(in crate::engine) bytes: u64,
+    /// By directory: bytes erased since the last sync began, and bytes whose sync is under way.
+    unsynced: BTreeMap<DeviceIndex, (u64, u64)>,
     /// Payloads whose bytes could not be erased.
     pub(in crate::engine) failures: u64,
 }
@@ -38,6 +40,43 @@ impl Erasures {
     /// Takes the first payload of a directory whose erasure has not started. The caller starts or ends the erasure.
     pub(in crate::engine) fn take(&mut self, device: DeviceIndex) -> Option<(NodeId, u8)> {
         self.queues.get_mut(&device)?.pop_front()
+    }
+
+    /// Whether a directory has erased bytes whose sync has not begun.
+    pub(in crate::engine) fn needs_sync(&self, device: DeviceIndex) -> bool {
+        let of = self.unsynced.get(&device);
+        of.is_some_and(|&(waiting, syncing)| waiting > 0 && syncing == 0)
+    }
+
+    /// Whether a directory has erasures of which its medium may not know.
+    pub(in crate::engine) fn is_unsynced(&self, device: DeviceIndex) -> bool {
+        self.unsynced.contains_key(&device)
+    }
+
+    /// Whether the medium was told of all erasures.
+    pub(in crate::engine) fn is_durable(&self) -> bool {
+        self.pending.is_empty() && self.unsynced.is_empty()
+    }
+
+    /// A sync of a data file begins.
+    pub(in crate::engine) fn sync_begins(&mut self, device: DeviceIndex) {
+        if let Some((waiting, syncing)) = self.unsynced.get_mut(&device) {
+            *syncing = std::mem::take(waiting);
+        }
+    }
+
+    /// A sync of a data file has ended.
+    pub(in crate::engine) fn sync_ended(&mut self, device: DeviceIndex, ok: bool) {
+        let Some((mut waiting, syncing)) = self.unsynced.remove(&device) else {
+            return;
+        };
+        match ok {
+            true => self.bytes += syncing,
+            false => waiting += syncing,
+        }
+        if waiting > 0 {
+            self.unsynced.insert(device, (waiting, 0));
+        }
     }
 
     /// The payloads, each of which leases its node.
@@ -73,7 +112,7 @@ impl Residency {
     }
 
     /// Whether the bytes of a node are erased when it is freed.
-    pub(super) fn erases(&self, id: NodeId) -> bool {
+    pub(in crate::engine) fn erases(&self, id: NodeId) -> bool {
         let leaving = self.geometry[usize::from(self.node(id).ns)].leaving;
         leaving.is_some_and(|of| of.erases)
     }
@@ -114,7 +153,11 @@ impl Residency {
     ) {
         self.erasures.pending.remove(&(id, group));
         match result {
-            Ok(_) => self.erasures.bytes += u64::from(self.payload_bytes(id, group)),
+            Ok(_) => {
+                let (device, bytes) = (self.node(id).device, self.payload_bytes(id, group));
+                let of_device = self.erasures.unsynced.entry(device).or_default();
+                of_device.0 += u64::from(bytes);
+            }
             Err(_) => self.erasures.failures += 1,
         }
         self.free_disk(id, group, Loss::Dropped);

@@ -111,7 +111,9 @@ impl Residency {
         if found.record.group == PLACEHOLDER {
             return self.adopt_placeholder(found, adoption);
         }
-        self.adopt_payload(found, adoption);
+        if self.adopt_payload(found, adoption).is_none() {
+            self.disk_mut(found.device).mark_stale(found.index);
+        }
         false
     }
 

@@ -7,8 +7,10 @@ use std::collections::VecDeque;
 
 use crate::forest::{DeviceIndex, DiskState, NONE, NodeId, NsId, Tier};
 use crate::key::HashSource;
+use crate::slots::slot_offset;
 use crate::work;
 
+use super::geometry::Region;
 use super::slots::Loss;
 use super::state::Residency;
 
@@ -167,8 +169,16 @@ impl Residency {
         self.forest.unindex(id);
         self.note_bared(id);
         for group in self.node(id).groups() {
-            if self.node(id).payload(group).disk == DiskState::Queued {
-                self.unqueue_write(id, group);
+            let (device, payload) = (self.node(id).device, self.node(id).payload(group));
+            match payload.disk {
+                DiskState::Queued => self.unqueue_write(id, group),
+                // Its record stays on disk, although the slot may stay in use.
+                DiskState::Present => {
+                    let class = self.class(id, Region::Disk(device), group);
+                    self.disk_mut(device)
+                        .slot_is_stale(class, slot_offset(payload.disk_slot));
+                }
+                DiskState::Empty | DiskState::Writing => {}
             }
         }
     }

@@ -60,7 +60,7 @@ impl Residency {
     /// The smallest and the largest size that a region can have, and the bytes of its largest pages.
     pub(in crate::engine) fn sizes(&self, region: Region) -> (u64, u64, u64) {
         let slots = self.slots(region);
-        let (most, page) = (slots.extent(), slots.page_bytes());
+        let (most, page) = (slots.usable(), slots.page_bytes());
         (most.min(PAGES_MIN * page), most, page)
     }
 
@@ -87,13 +87,13 @@ impl Residency {
 
     /// Bytes of a region that are to be withheld. A directory that was opened after the order has pages now.
     fn wanted(&self, region: Region) -> u64 {
-        let extent = self.slots(region).extent();
-        extent.saturating_sub(self.target(region))
+        let most = self.slots(region).usable();
+        most.saturating_sub(self.target(region))
     }
 
     fn target(&self, region: Region) -> u64 {
         let of = self.resizing.get(region.index());
-        let most = self.slots(region).extent();
+        let most = self.slots(region).usable();
         of.and_then(|of| of.target)
             .map_or(most, |target| target.min(most))
     }
@@ -300,7 +300,7 @@ impl Residency {
     /// The size of a region. Costs a pass over the pages that wait to be returned to the system.
     pub(in crate::engine) fn size_of(&self, region: Region) -> TierSize {
         let slots = self.slots(region);
-        let (capacity, maximum) = (slots.capacity(), slots.extent());
+        let (capacity, maximum) = (slots.capacity(), slots.usable());
         let Some(of) = self.resizing.get(region.index()) else {
             return TierSize {
                 capacity_bytes: capacity,

@@ -117,7 +117,7 @@ impl Residency {
             disk_gaps: false,
             feeds: Feeds::new(config.event_ring),
             departures: Departures::new(config.departures),
-            ages: Ages::default(),
+            ages: Ages::new(config.disk_ttl_s),
             erasures: Erasures::default(),
             bared: None,
             cleared: ClearTotals::default(),

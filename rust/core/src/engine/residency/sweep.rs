@@ -1,10 +1,9 @@
 //! A pass over all nodes that removes nodes without a recent use, from the leaves up, in steps.
 
-use crate::forest::{DiskState, NONE, NodeId, NsId, Tier};
-use crate::slots::slot_offset;
+use crate::disk::Disk;
+use crate::forest::{NONE, NodeId, NsId, Tier};
 use crate::work;
 
-use super::geometry::Region;
 use super::state::Residency;
 
 /// A namespace that an operator has cleared: its last blocks leave as they become free.
@@ -36,6 +35,8 @@ pub(in crate::engine) struct Sweep {
     next: NodeId,
     /// Nodes that are in use although they are old enough to be cleared.
     pub(in crate::engine) in_use: u64,
+    /// Nodes that this pass has removed.
+    pub(in crate::engine) removed: u64,
 }
 
 impl Sweep {
@@ -46,12 +47,13 @@ impl Sweep {
             erases,
             next: 0,
             in_use: 0,
+            removed: 0,
         }
     }
 
     /// Begins another pass.
     pub(in crate::engine) fn again(&mut self) {
-        (self.next, self.in_use) = (0, 0);
+        (self.next, self.in_use, self.removed) = (0, 0, 0);
     }
 }
 
@@ -91,7 +93,7 @@ impl Residency {
             return false;
         }
         self.count_cleared(id, sweep.order);
-        self.forget_records(id);
+        sweep.removed += 1;
         if sweep.erases {
             // Detached nodes below may keep this node for a while, but need not keep its bytes.
             self.queue_erasures(id);
@@ -148,16 +150,10 @@ impl Residency {
         }
     }
 
-    /// Marks the records of a node's payloads to be overwritten, so that no restart finds them.
-    fn forget_records(&mut self, id: NodeId) {
-        for group in self.node(id).groups() {
-            let (device, payload) = (self.node(id).device, self.node(id).payload(group));
-            if payload.disk == DiskState::Present {
-                let class = self.class(id, Region::Disk(device), group);
-                let offset = slot_offset(payload.disk_slot);
-                self.disk_mut(device).mark_dirty(class, offset);
-            }
-        }
+    /// Brings the tables up to date, durably: no restart finds a block that is not there now, also none that was evicted
+    /// before.
+    pub(in crate::engine) fn order_records(&mut self) {
+        self.disks.iter_mut().for_each(Disk::order_records);
     }
 
     /// Notes that a namespace is about to end because of an order.

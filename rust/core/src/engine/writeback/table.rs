@@ -78,7 +78,7 @@ pub(in crate::engine) fn table_write_ended(
 ) {
     let disk = parts.residency.disk_mut(device);
     let stopped = result == Err(IoFault::Stopped);
-    disk.block_written(block, result.is_ok() || stopped);
+    disk.block_written(block, (!stopped).then_some(result.is_ok()));
     match result {
         Ok(_) => disk.health.write_succeeded(parts.now_ns),
         Err(IoFault::Stopped) => {}

@@ -1,20 +1,24 @@
-//! Blocks of the table in whose records only the tick of the last touch is out of date.
+//! Sets of blocks of a table.
 
 /// A set of blocks, with a bit for each. Blocks are taken in the order of their numbers; after the last, the first
 /// follows.
 ///
 /// Invariant: `count` is the number of bits that are set.
 #[derive(Debug, Default)]
-pub(super) struct TouchedBlocks {
+pub(super) struct BlockSet {
     words: Vec<u64>,
     count: usize,
     /// The word to be looked at next.
     cursor: usize,
 }
 
-impl TouchedBlocks {
+impl BlockSet {
     pub(super) fn is_empty(&self) -> bool {
         self.count == 0
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.count
     }
 
     pub(super) fn insert(&mut self, block: u32) {
@@ -26,11 +30,26 @@ impl TouchedBlocks {
         self.words[word] |= bit;
     }
 
-    pub(super) fn remove(&mut self, block: u32) {
+    /// Removes a block. Returns whether the set had it.
+    pub(super) fn remove(&mut self, block: u32) -> bool {
         let (word, bit) = (block as usize / 64, 1 << (block % 64));
-        if let Some(word) = self.words.get_mut(word) {
-            self.count -= usize::from(*word & bit != 0);
-            *word &= !bit;
+        let Some(word) = self.words.get_mut(word) else {
+            return false;
+        };
+        let had = *word & bit != 0;
+        self.count -= usize::from(had);
+        *word &= !bit;
+        had
+    }
+
+    /// Adds the blocks of another set.
+    pub(super) fn add(&mut self, other: &Self) {
+        let len = self.words.len().max(other.words.len());
+        self.words.resize(len, 0);
+        self.count = 0;
+        for (at, word) in self.words.iter_mut().enumerate() {
+            *word |= other.words.get(at).copied().unwrap_or(0);
+            self.count += word.count_ones() as usize;
         }
     }
 
@@ -56,13 +75,15 @@ mod tests {
 
     #[test]
     fn every_block_is_taken_once_wherever_the_cursor_is() {
-        let mut blocks = TouchedBlocks::default();
+        let mut blocks = BlockSet::default();
         assert_eq!(blocks.take(), None);
         for block in [700, 3, 64, 3, 65] {
             blocks.insert(block);
         }
-        blocks.remove(65);
-        blocks.remove(9999);
+        assert_eq!(
+            [65, 65, 9999].map(|block| blocks.remove(block)),
+            [true, false, false]
+        );
         assert_eq!(
             [(); 3].map(|()| blocks.take()),
             [Some(3), Some(64), Some(700)]
@@ -71,5 +92,19 @@ mod tests {
         blocks.insert(700);
         assert_eq!([(); 3].map(|()| blocks.take()), [Some(700), Some(1), None]);
         assert!(blocks.is_empty());
+    }
+
+    #[test]
+    fn a_set_takes_the_blocks_of_another_once() {
+        let mut sets = [BlockSet::default(), BlockSet::default()];
+        [3, 70].into_iter().for_each(|block| sets[0].insert(block));
+        [3, 700].into_iter().for_each(|block| sets[1].insert(block));
+        let [mut one, other] = sets;
+        one.add(&other);
+        assert_eq!((one.len(), other.len()), (3, 2));
+        assert_eq!(
+            [(); 4].map(|()| one.take()),
+            [Some(3), Some(70), Some(700), None]
+        );
     }
 }
