@@ -495,10 +495,13 @@ class Replay:
         """Blocks written to disk so far."""
 
 def available_memory() -> int:
-    """Bytes of memory that this process may still take: the kernel's estimate, or the rest of its control group's
-    limit if this rest is less. Inactive file cache counts as available. Raises UndercroftError if the kernel names no
-    figure.
+    """Bytes of memory that this process may still take: the kernel's estimate, or the least that the limits of its
+    control group and of the groups above leave. Inactive file cache counts as available. Raises UndercroftError if the
+    kernel names no figure.
     """
+
+def limiting_group() -> str | None:
+    """The control group whose limit determines `available_memory`; None if the machine's memory does."""
 
 def probe_io_uring() -> str | None:
     """Why this process cannot use io_uring, with the likely cause; None if it can. Opens a ring and closes it."""

@@ -14,7 +14,7 @@ import pytest
 
 from undercroft._core import Arena
 from undercroft.device import pinning
-from undercroft.device.pinning import MAX_CHUNKS, PIN_CHUNK, ArenaPinner, Turns, chunk_bytes
+from undercroft.device.pinning import MAX_CHUNKS, PIN_CHUNK, ArenaPinner, EnginePages, Turns, chunk_bytes
 
 BASE = 1 << 20
 
@@ -167,6 +167,70 @@ def test_populating_puts_memory_behind_the_range_of_a_real_arena() -> None:
     assert (os.fstat(arena.fileno()).st_blocks - before) * 512 == 2 << 20
     with pytest.raises(OSError, match="outside"):
         arena.prefault(8 << 20, 1)
+
+
+MIB = 1 << 20
+
+
+def test_no_part_is_touched_before_the_engine_has_populated_it() -> None:
+    arena = Arena.create(8 * MIB)
+    touched: list[int] = []
+    looked = threading.Semaphore(0)
+
+    class Pages(EnginePages):
+        def wait(self, begin: int, size: int, stop: threading.Event) -> None:
+            looked.release()
+            super().wait(begin, size, stop)
+
+    def populate(offset: int, size: int) -> None:
+        touched.append(offset)
+        assert os.lseek(arena.fileno(), offset, os.SEEK_HOLE) >= offset + size, "the worker would pay for it"
+
+    one = ArenaPinner(
+        arena.address,
+        arena.size,
+        lambda *_: None,
+        lambda _: None,
+        populate=populate,
+        pages=Pages(arena.fileno()),
+        chunk=2 * MIB,
+    )
+    for part in range(4):
+        assert looked.acquire(timeout=60)
+        assert not one.wait(3 * pinning.POPULATING_PAUSE_S)
+        assert touched == [2 * MIB * before for before in range(part)]
+        # The engine populates in smaller steps than a registration.
+        for half in range(2):
+            arena.prefault(2 * MIB * part + MIB * half, MIB)
+    assert one.wait(60)
+    assert (one.pinned_bytes, len(touched)) == (8 * MIB, 4)
+    one.close()
+
+
+def test_an_engine_that_populates_no_more_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pinning, "POPULATING_STALL_S", 0.05)
+    arena = Arena.create(8 * MIB)
+    arena.prefault(0, 3 * MIB)
+    pages = EnginePages(arena.fileno())
+    one = ArenaPinner(
+        arena.address, arena.size, lambda *_: None, lambda _: None, populate=arena.prefault, pages=pages, chunk=2 * MIB
+    )
+    assert one.wait(60)
+    assert one.pinned_bytes == 8 * MIB
+    one.close()
+    assert [record.getMessage().partition(" bytes")[0] for record in warnings.records] == [
+        f"undercroft: the engine has populated {3 * MIB}"
+    ]
+
+
+def test_a_pinner_that_waits_for_the_engine_can_be_closed() -> None:
+    arena = Arena.create(8 * MIB)
+    pages = EnginePages(arena.fileno())
+    one = ArenaPinner(arena.address, arena.size, lambda *_: None, lambda _: None, pages=pages)
+    one.close()
+    assert os.fstat(arena.fileno()).st_blocks == 0
 
 
 HOLD = """

@@ -11,7 +11,7 @@ import torch
 from undercroft._core import Arena
 from undercroft.device import driver
 from undercroft.device.memcpy import BatchedCopy, batched_copy
-from undercroft.device.pinning import ArenaPinner, Turns
+from undercroft.device.pinning import ArenaPinner, EnginePages, Turns
 
 _REGISTER_PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of the process, not only for the context that registers."""
@@ -104,7 +104,14 @@ def pin(device: torch.device, arena: Arena) -> ArenaPinner:
             return _refusal(runtime, runtime.cudaHostUnregister(start))
 
     return ArenaPinner(
-        arena.address, arena.size, register, unregister, populate=arena.prefault, turns=Turns(arena.fileno())
+        arena.address,
+        arena.size,
+        register,
+        unregister,
+        populate=arena.prefault,
+        turns=Turns(arena.fileno()),
+        # An arena without an engine is populated by nobody else.
+        pages=EnginePages(arena.fileno()) if arena.arena_id else None,
     )
 
 

@@ -21,6 +21,10 @@ PIN_CHUNK = 32 << 20
 whole registration. A copy must not extend over two registrations."""
 MAX_CHUNKS = 4096
 """Most registrations of one arena. Eight processes then have far fewer than 65,536, at which drivers have failed."""
+POPULATING_PAUSE_S = 0.02
+"""Pause between two looks at the pages that the engine has populated."""
+POPULATING_STALL_S = 10.0
+"""Time without a new page after which the engine populates no more."""
 TURN_PAUSE_S = 0.001
 """Pause between two attempts to get the turn while another process registers."""
 
@@ -95,6 +99,48 @@ class Turns:
             self._file = None
 
 
+class EnginePages:
+    """The pages of the arena that exist. The kernel charges a page to the memory group of the process that touches it
+    first. The engine populates its arena from the start on, so the pinner waits for it: the memory of a server would
+    else count to the containers of the vLLMs."""
+
+    def __init__(self, descriptor: int) -> None:
+        """``descriptor``: the arena's file."""
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def wait(self, begin: int, size: int, stop: threading.Event) -> None:
+        """Wait until the part exists, ``stop`` is set, or the engine populates no more (`POPULATING_STALL_S`). After a
+        stall, later calls do not wait."""
+        seen, since = -1, time.monotonic()
+        while self._file is not None and not stop.is_set():
+            try:
+                hole = os.lseek(self._file, begin, os.SEEK_HOLE)
+            except OSError:
+                # A filesystem without holes, as that of reserved huge pages: they belong to no memory group.
+                break
+            if hole >= begin + size:
+                return
+            if hole > seen:
+                seen, since = hole, time.monotonic()
+            if time.monotonic() - since >= POPULATING_STALL_S:
+                logger.warning(
+                    "undercroft: the engine has populated %d bytes of host memory and goes on no more; this process "
+                    "populates the rest to pin it. It counts to this process's container.",
+                    hole,
+                )
+                break
+            stop.wait(POPULATING_PAUSE_S)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
 class ArenaPinner:
     """Keeps the first `pinned_bytes` bytes of a region registered until it is closed."""
 
@@ -107,12 +153,14 @@ class ArenaPinner:
         *,
         populate: Callable[[int, int], None] | None = None,
         turns: Turns | None = None,
+        pages: EnginePages | None = None,
         chunk: int | None = None,
     ) -> None:
         """``register(address, size)`` and ``unregister(address)`` return None, or the driver's refusal.
 
         ``populate(offset, size)`` allocates the memory of a part of the region, and raises OSError if there is none.
-        ``turns``: the pinner closes it. ``chunk``: bytes of one registration; None: `chunk_bytes` of the region.
+        ``turns`` and ``pages``: the pinner closes them. Without ``pages`` it waits for no engine. ``chunk``: bytes of
+        one registration; None: `chunk_bytes` of the region.
         """
         self._address = address
         self._size = size
@@ -120,6 +168,7 @@ class ArenaPinner:
         self._unregister = unregister
         self._populate = populate
         self._turns = turns or Turns(None)
+        self._pages = pages
         self._chunk = chunk or chunk_bytes(size)
         self._stop = threading.Event()
         self._pinned = 0
@@ -154,6 +203,8 @@ class ArenaPinner:
             self._report(refusal)
         for begin in range(0, self._size if refusal is None else 0, self._chunk):
             size = min(self._chunk, self._size - begin)
+            if self._pages is not None:
+                self._pages.wait(begin, size, self._stop)
             took, refusal = self._pin(begin, size)
             if took is None:
                 break
@@ -165,6 +216,8 @@ class ArenaPinner:
             # The driver holds a lock during registration, which the model's launches need. This pause leaves them half
             # of the time.
             self._stop.wait(took)
+        if self._pages is not None:
+            self._pages.close()
         self._settled.set()
         self._stop.wait()
         self._pinned = 0

@@ -1,30 +1,63 @@
 //! How much memory this process may still take.
 
-use std::fs;
-use std::path::Path;
+mod groups;
 
-/// Bytes that can be allocated without swapping: the machine's `MemAvailable`, or the rest of the
-/// memory limit of the control group (a container's), whichever is less. `None` if the kernel does
-/// not report them.
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use groups::Group;
+
+/// Bytes that can be allocated without swapping: the machine's `MemAvailable`, or the least that the limits of the
+/// control groups leave, of the process's own group and of every group above it. `None` if the kernel does not report
+/// them.
 pub fn available() -> Option<u64> {
-    let machine = fs::read_to_string("/proc/meminfo")
-        .ok()
-        .and_then(|text| meminfo(&text, "MemAvailable"));
-    match (machine, cgroup_available(Path::new("/sys/fs/cgroup"))) {
-        (Some(machine), Some(group)) => Some(machine.min(group)),
-        (machine, group) => machine.or(group),
-    }
+    available_by(Path::new("/proc"))
 }
 
-/// Bytes of the machine's memory, or the memory limit of the control group, whichever is less. `None` if the kernel
-/// does not report them.
+/// Bytes of the machine's memory, or the lowest limit of the process's control groups, whichever is less. `None` if
+/// the kernel does not report them.
 pub fn total() -> Option<u64> {
-    let machine = fs::read_to_string("/proc/meminfo")
-        .ok()
-        .and_then(|text| meminfo(&text, "MemTotal"));
-    match (machine, cgroup_limit(Path::new("/sys/fs/cgroup"))) {
-        (Some(machine), Some(group)) => Some(machine.min(group)),
-        (machine, group) => machine.or(group),
+    let limits = groups::of_process(Path::new("/proc"))
+        .iter()
+        .filter_map(Group::limit)
+        .min();
+    least(of_machine(Path::new("/proc"), "MemTotal"), limits)
+}
+
+/// The control group whose limit determines [`available`]. `None` if no group leaves less than the machine has.
+pub fn limiting_group() -> Option<PathBuf> {
+    limiting_group_by(Path::new("/proc"))
+}
+
+fn available_by(proc: &Path) -> Option<u64> {
+    let group = tightest(proc).map(|(rest, _)| rest);
+    least(of_machine(proc, "MemAvailable"), group)
+}
+
+fn limiting_group_by(proc: &Path) -> Option<PathBuf> {
+    let (rest, group) = tightest(proc)?;
+    let machine = of_machine(proc, "MemAvailable");
+    machine
+        .is_none_or(|machine| rest < machine)
+        .then(|| group.directory().to_owned())
+}
+
+/// The group whose limits leave the least memory, and the bytes that they leave.
+fn tightest(proc: &Path) -> Option<(u64, Group)> {
+    groups::of_process(proc)
+        .into_iter()
+        .filter_map(|group| Some((group.available()?, group)))
+        .min_by_key(|(rest, _)| *rest)
+}
+
+fn of_machine(proc: &Path, name: &str) -> Option<u64> {
+    meminfo(&fs::read_to_string(proc.join("meminfo")).ok()?, name)
+}
+
+fn least(one: Option<u64>, other: Option<u64>) -> Option<u64> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some(one.min(other)),
+        (one, other) => one.or(other),
     }
 }
 
@@ -63,35 +96,6 @@ fn field(text: &str, name: &str) -> Option<u64> {
         .ok()
 }
 
-/// The group's limit; `None` without a limit.
-fn cgroup_limit(root: &Path) -> Option<u64> {
-    number(root, "memory.max").or_else(|| number(root, "memory/memory.limit_in_bytes"))
-}
-
-/// The number that is a file's content.
-fn number(root: &Path, path: &str) -> Option<u64> {
-    let text = fs::read_to_string(root.join(path)).ok()?;
-    text.trim().parse().ok()
-}
-
-/// The rest of the group's limit. File cache that the kernel can drop does not count as used.
-fn cgroup_available(root: &Path) -> Option<u64> {
-    let number = |path| number(root, path);
-    let stat = |path: &str, name| field(&fs::read_to_string(root.join(path)).ok()?, name);
-    let limit = cgroup_limit(root)?;
-    let (used, cache) = match number("memory.max") {
-        Some(_) => (
-            number("memory.current")?,
-            stat("memory.stat", "inactive_file"),
-        ),
-        None => (
-            number("memory/memory.usage_in_bytes")?,
-            stat("memory/memory.stat", "total_inactive_file"),
-        ),
-    };
-    Some(limit.saturating_sub(used.saturating_sub(cache.unwrap_or(0))))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -102,39 +106,6 @@ mod tests {
         assert_eq!(meminfo(text, "MemAvailable"), Some(1 << 20));
         assert_eq!(field(text, "HugePages_Free"), Some(3));
         assert_eq!(field(text, "Mem"), None);
-    }
-
-    #[test]
-    fn a_control_group_limit_leaves_what_is_not_used() {
-        let root = tempfile::tempdir().unwrap();
-        assert_eq!(cgroup_available(root.path()), None);
-        let write = |name: &str, text: &str| fs::write(root.path().join(name), text).unwrap();
-        write("memory.max", "max\n");
-        assert_eq!(cgroup_available(root.path()), None, "no limit");
-        assert_eq!(cgroup_limit(root.path()), None);
-        write("memory.max", "1000\n");
-        write("memory.current", "600\n");
-        assert_eq!(cgroup_available(root.path()), Some(400));
-        write("memory.stat", "anon 1\ninactive_file 250\n");
-        assert_eq!(cgroup_available(root.path()), Some(650));
-        write("memory.current", "2000\n");
-        assert_eq!(cgroup_available(root.path()), Some(0), "over its limit");
-        assert_eq!(cgroup_limit(root.path()), Some(1000));
-    }
-
-    #[test]
-    fn a_control_group_of_version_1_counts_too() {
-        let root = tempfile::tempdir().unwrap();
-        fs::create_dir(root.path().join("memory")).unwrap();
-        let write = |name: &str, text: &str| {
-            fs::write(root.path().join("memory").join(name), text).unwrap()
-        };
-        write("memory.limit_in_bytes", "1000\n");
-        write("memory.usage_in_bytes", "600\n");
-        assert_eq!(cgroup_limit(root.path()), Some(1000));
-        assert_eq!(cgroup_available(root.path()), Some(400));
-        write("memory.stat", "inactive_file 7\ntotal_inactive_file 250\n");
-        assert_eq!(cgroup_available(root.path()), Some(650));
     }
 
     #[test]

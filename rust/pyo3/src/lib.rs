@@ -33,7 +33,7 @@ mod _core {
         inspect_directory, verify,
     };
     #[pymodule_export]
-    use crate::memory::{available_memory, probe_io_uring, slots_in};
+    use crate::memory::{available_memory, limiting_group, probe_io_uring, slots_in};
     #[pymodule_export]
     use crate::remote::{remote_check, remote_contents, remote_examine, remote_gc, remote_measure};
     #[pymodule_export]

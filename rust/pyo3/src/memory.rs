@@ -18,6 +18,12 @@ pub(crate) fn available_memory() -> PyResult<u64> {
     })
 }
 
+/// The control group whose limit determines `available_memory`; None if the machine's memory does.
+#[pyfunction]
+pub(crate) fn limiting_group() -> Option<String> {
+    Some(memory::limiting_group()?.to_string_lossy().into_owned())
+}
+
 /// Why this process cannot use io_uring; None if it can. Opens a ring and closes it.
 #[pyfunction]
 pub(crate) fn probe_io_uring(py: Python<'_>) -> Option<String> {

@@ -109,7 +109,8 @@ def memory() -> Check:
         available = _core.available_memory()
     except _core.UndercroftError as error:
         return Check("memory", "warn", str(error), "Set host_memory in bytes.")
-    found = f"{format_size(available)} available, limits of the control group included"
+    group = _core.limiting_group()
+    found = f"{format_size(available)} available" + (f", by the limit of the control group {group}" if group else "")
     if available < LOW_MEMORY_BYTES:
         return Check(
             "memory", "warn", found, "A small host tier: set host_memory to as much as this machine can spare."
