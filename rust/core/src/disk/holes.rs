@@ -130,6 +130,10 @@ fn allocate(file: &File, range: &Range<u64>) -> io::Result<bool> {
 }
 
 #[cfg(test)]
+#[expect(
+    clippy::single_range_in_vec_init,
+    reason = "a list may have a single range"
+)]
 mod tests {
     use std::os::unix::fs::FileExt;
 

@@ -168,7 +168,8 @@ fn a_run_with_a_withheld_or_excluded_unit_is_not_whole() {
     assert!(!slots.is_whole(around));
     slots.put_back(taken);
     assert!(slots.is_whole(around));
-    slots.exclude(&[(2 << 20) + 5000..(2 << 20) + 5001]);
+    let byte = (2 << 20) + 5000..(2 << 20) + 5001;
+    slots.exclude(std::slice::from_ref(&byte));
     assert!(!slots.is_whole(slots.run_at(2 << 20, class)));
     assert_eq!(slots.capacity(), (4 << 20) - (16 << 10), "one unit");
 }
