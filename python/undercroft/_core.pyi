@@ -379,6 +379,13 @@ class Session:
         After a failed load the request's lookups are misses. A failed save is dropped.
         """
 
+    def give_up(self, transfer_id: int, reason: str) -> None:
+        """End a load or a save that is not wanted any more, when no rank copies any more. Neither counts as failed.
+
+        ``reason``: "reset", "weights" (of a save), or "retry" (of a save that is asked for again). Raises ValueError
+        for another reason.
+        """
+
     def finish_request(self, request_id: str) -> None:
         """The request has finished or was aborted. Its loads and saves go on."""
 
@@ -387,6 +394,10 @@ class Session:
 
     def reset(self, timeout_s: float = 10.0) -> bool:
         """Drop everything of this namespace. Returns False if the reset is not durable in time."""
+
+    def change_weights(self, description: str | None = None) -> None:
+        """The weights change: use the namespace of ``description`` from now on, or with None a namespace that is shared
+        with no other session. Earlier hits end. Saves under way end in the namespace in which they began."""
 
     def close(self) -> None:
         """End the session: its lookups, leases, loads and saves. Idempotent."""

@@ -277,7 +277,13 @@ class UndercroftConfig:
     reset_with_prefix_cache: Annotated[bool, Option(
         "true or false", False, "true or false",
         "Empty the cache at each reset of vLLM's prefix cache, even if vLLM asks for its own only, and at each sleep. "
-        "If false, only after collective_rpc, which updates weights.",
+        "If false, only after a call that may have updated weights.",
+        boolean, text_bool,
+    )]
+    share_weight_versions: Annotated[bool, Option(
+        "true or false", False, "true or false",
+        "After a weight update, share blocks under vLLM's weight_version. You vouch that no two weights have the same "
+        "version, with the same weights or model_id at the start. Resets then keep the cache.",
         boolean, text_bool,
     )]
     weights: Annotated[str, Option(

@@ -137,6 +137,14 @@ METRICS: tuple[Metric, ...] = (
          "disk_degraded"),
     _one("load_failures", "counter", "Failed loads. Their requests computed the tokens.", "failed_loads"),
     _one("save_failures", "counter", "Failed saves. Their blocks were dropped."),
+    Metric("given_up_transfers", "counter",
+           "Loads and saves that were not wanted any more: after a reset (also by a pause or for sleep), a change of "
+           "the weights, or the end of a vLLM, or because the save was tried again. None has failed.",
+           ("direction", "reason"),
+           {f"given_up_{direction}s_{reason}": (direction, reason)
+            for direction, reason in (
+                ("load", "reset"), ("load", "closed"),
+                ("save", "reset"), ("save", "weights"), ("save", "closed"), ("save", "retry"))}),
     Metric(
         "plans", "counter", "Decisions to load or to compute, by their reason.", ("decision", "reason", "tier"),
         {

@@ -218,6 +218,12 @@ class FakeSession:
                 self.host[payload] = slot
                 self.engine.counters["saved_blocks"] += 1
 
+    def give_up(self, transfer_id, reason):
+        self.calls.append(("give_up", transfer_id, reason))
+        if self.loads.pop(transfer_id, None) is None:
+            for payload, _ in self.saves.pop(transfer_id):
+                del self.reserved[payload]
+
     def rest(self, request_id):
         return self.reasons.get(request_id)
 
@@ -233,6 +239,11 @@ class FakeSession:
         self.host.clear()
         self.disk.clear()
         return True
+
+    def change_weights(self, description=None):
+        self.calls.append(("change_weights", description))
+        self.lookups.clear()
+        self.host, self.disk = {}, set()
 
     def close(self):
         self.closed = True

@@ -45,6 +45,7 @@ from undercroft.compat import KVConnectorRole
 from undercroft.connector.connector import UndercroftConnector
 from undercroft.errors import ConfigError, StoreError
 from undercroft.vllm_patches import PATCHES, exempt, table
+from undercroft.vllm_patches.weights import HARMLESS
 
 PACKAGE = Path(undercroft.__file__).parent
 ARCHITECTURE = PACKAGE.parents[1] / "ARCHITECTURE.md"
@@ -81,6 +82,8 @@ CLASS_PLACES: list[tuple[Any, str]] = [
     (Scheduler, "reset_prefix_cache"),
     (EngineCore, "sleep"),
     (EngineCore, "collective_rpc"),
+    (EngineCore, "set_weight_version"),
+    (EngineCore, "__init__"),
     (Worker, "sleep"),
     (Worker, "wake_up"),
     (BeamSearchOfflineMixin, "beam_search"),
@@ -471,6 +474,10 @@ def test_a_vllm_whose_adapters_cannot_be_told_apart_runs_without_us(monkeypatch:
     assert connector._scheduler is None
 
 
+def test_calls_that_leave_the_weights_are_methods_of_vllms_workers() -> None:
+    assert [name for name in sorted(HARMLESS) if not hasattr(Worker, name)] == []
+
+
 def test_the_places_of_instances_exist() -> None:
     """The other places of the table are in `CLASS_PLACES`, or attributes that are set."""
     assert callable(KVCacheManager.get_computed_blocks_for_connector)
@@ -493,6 +500,7 @@ def test_the_places_of_instances_exist() -> None:
         "SamplingParams.extra_args",
         "PoolingParams.extra_kwargs",
         "FastAPI.openapi",
+        "model.load_weights",
         "CompletionRequest.field_names",
         "ChatCompletionRequest.field_names",
     }

@@ -63,14 +63,17 @@ class Clients:
         self._one.add(name, *turn, resumable=True)
 
     def pauses(self) -> None:
-        """A trainer pauses vLLM and clears the device's cache. vLLM refuses this while sessions hold blocks."""
+        """A trainer pauses vLLM and clears the device's cache, while loads and saves are under way. vLLM refuses this
+        while sessions hold blocks."""
         from vllm.v1.core.sched.interface import PauseState
 
         scheduler = self._one.scheduler
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        self._one.run()
+        self._one.drain()
         if not any(request.resumable for request in scheduler.requests.values()):
-            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+            assert scheduler.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=self._chance.random() < 0.3
+            )
         scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def end(self) -> None:

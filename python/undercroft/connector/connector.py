@@ -34,7 +34,7 @@ from undercroft.connector.explanations import Explanations
 from undercroft.connector.groups import Groups, why_unsupported
 from undercroft.connector.hints import NO_HINTS, HintsOnly, NoHints, RequestHints
 from undercroft.connector.metadata import UndercroftMetadata
-from undercroft.connector.namespace import Naming, describe, random_seed
+from undercroft.connector.namespace import Naming, describe, random_seed, weight_version
 from undercroft.connector.recording import Recorder
 from undercroft.connector.remote_use import why_limited
 from undercroft.connector.resets import Resets
@@ -194,7 +194,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                 may_end=may_end,
                 is_allowed="hints" in config.client_fields,
             )
-            self._resets = Resets(self._scheduler, config.reset_with_prefix_cache)
+            at_version = partial(weight_version, description) if config.share_weight_versions else None
+            self._resets = Resets(self._scheduler, config.reset_with_prefix_cache, at_version)
             naming.digests.save()
             if config.record:
                 parallel = self._vllm_config.parallel_config
@@ -326,6 +327,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.bind_gpu_block_pool(gpu_block_pool)
         if isinstance(self._events, Events):
             vllm_patches.after_prefix_cache_reset(gpu_block_pool, self._events.forgotten)
+        if self._resets is not None:
+            vllm_patches.after_prefix_cache_reset(gpu_block_pool, self._resets.device_is_reset)
 
     @_fail_open(_nothing)
     def on_new_request(self, request: Request) -> None:
@@ -504,23 +507,10 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """See `Resets.reset_cache`. After an error: False, the cache was not reset."""
         return self._resets is None or self._resets.reset_cache()
 
-    @_fail_open(_nothing)
-    def prefix_cache_is_reset(self) -> None:
-        """See `Resets.prefix_cache_is_reset`."""
-        if self._resets is not None:
-            self._resets.prefix_cache_is_reset()
-
-    @_fail_open(_nothing)
-    def sleeps(self, weights_stay: bool) -> None:
-        """See `Resets.sleeps`."""
-        if self._resets is not None:
-            self._resets.sleeps(weights_stay)
-
-    @_fail_open(_nothing)
-    def weights_may_change(self, is_paused: bool) -> None:
-        """See `Resets.weights_may_change`."""
-        if self._resets is not None:
-            self._resets.weights_may_change(is_paused)
+    @property
+    def resets(self) -> Resets | None:
+        """The part that vLLM's patches tell of resets and changes of the weights; None in a worker, or if it is off."""
+        return self._resets
 
     @_fail_open(_nothing)
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:

@@ -94,6 +94,11 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, naming: Na
     return _fitting({name: value for name, value in description.items() if value not in ({}, None)})
 
 
+def weight_version(description: str, version: str) -> str:
+    """The description for weights that replace the described ones in the running vLLM, under this name."""
+    return _fitting({**json.loads(description), "weight_version": version})
+
+
 def _fitting(description: dict[str, Any]) -> str:
     """The description as text. If the text is too long for the directory's table, its longest parts become digests."""
     description = dict(description)

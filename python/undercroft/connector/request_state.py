@@ -104,11 +104,11 @@ class RequestState:
         begin both anew, and the next question would begin the other's: neither would end."""
         return self.asked_at is not None and self.num_computed_tokens < tokens and not self.waits_for_load
 
-    def load_ended(self, *, ok: bool) -> None:
-        """A load of the request has ended."""
+    def load_ended(self, *, ok: bool, given_up: bool = False) -> None:
+        """A load of the request has ended. ``given_up``: a reset came before its end, and its blocks are not used."""
         self.is_loaded = True
         self.lookup_failed |= not ok
-        self.lost_blocks |= not ok
+        self.lost_blocks |= given_up or not ok
 
     def outcome(self, gain: int) -> str:
         """The outcome as which an answered lookup is counted. ``gain``: the tokens that can be loaded."""

@@ -1,7 +1,8 @@
-"""Decides which resets of vLLM empty the tiers: the resets after which the weights may differ.
+"""Resets and changes of the weights: what vLLM's calls mean for the tiers.
 
-vLLM updates weights through ``collective_rpc``, which has other uses too. So a call of it may make
-undercroft drop blocks without need, but never keep too many.
+What is saved after a change of the weights belongs to no namespace that others share: neither another vLLM nor a
+restart may find it. vLLM changes weights through ``collective_rpc``, which has other uses too. So a call of it may make
+undercroft share less than it could, but never too much.
 """
 
 from __future__ import annotations
@@ -11,32 +12,42 @@ from typing import TYPE_CHECKING
 from undercroft.log import logger
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from undercroft.connector.scheduler import SchedulerConnector
 
 
 class Resets:
-    """The resets of one scheduler."""
+    """The resets and the weights of one scheduler."""
 
-    def __init__(self, scheduler: SchedulerConnector, with_prefix_cache: bool) -> None:
-        """``with_prefix_cache``: the option ``reset_with_prefix_cache``."""
+    def __init__(
+        self,
+        scheduler: SchedulerConnector,
+        with_prefix_cache: bool,
+        describe_version: Callable[[str], str] | None = None,
+    ) -> None:
+        """``with_prefix_cache``: the option ``reset_with_prefix_cache``. ``describe_version``: with the option
+        ``share_weight_versions``, the namespace's description for the weights that have this name."""
         self._scheduler = scheduler
         self._with_prefix_cache = with_prefix_cache
+        self._describe_version = describe_version
         self._may_have_changed = False
         """Whether the weights may have changed since the last reset."""
         self._ever_changed = False
+        self._version: str | None = None
+        """The name of the present weights, while it is to be used as soon as the device holds no other weights' KV."""
         self._keep_once = False
         """Whether the next reset belongs to a sleep during which the weights stay."""
-        self._kept = False
-        """Whether a sleep kept the tiers, and no reset has dropped them since."""
-        self._has_warned = False
+        self._has_warned = self._has_told = False
 
     def reset_cache(self) -> bool:
-        """vLLM asks for a reset. The tiers are dropped, except for a sleep with the same weights."""
-        if self._keep_once:
-            self._keep_once, self._kept = False, True
+        """vLLM asks for a reset. The tiers are dropped, except for a sleep with the same weights, and unless each
+        version of the weights has a name."""
+        keep, self._keep_once = self._keep_once, False
+        if keep or (self._describe_version is not None and not self._scheduler.origin.is_private):
             self._scheduler.forget_device()
             return True
-        self._may_have_changed = self._kept = False
+        self._may_have_changed = False
         return self._scheduler.reset_cache()
 
     def prefix_cache_is_reset(self) -> None:
@@ -52,15 +63,43 @@ class Resets:
                 "/reset_prefix_cache?reset_external=true, or set reset_with_prefix_cache to true."
             )
 
+    def device_is_reset(self) -> None:
+        """vLLM has reset its prefix cache: the device holds no KV."""
+        self._scheduler.origin.is_reset()
+        self._share_version()
+
     def sleeps(self, weights_stay: bool) -> None:
         """vLLM goes to sleep and resets its caches on the way."""
         self._keep_once = weights_stay and not self._ever_changed and not self._with_prefix_cache
 
-    def weights_may_change(self, is_paused: bool) -> None:
-        """A call that may change the weights begins, while vLLM ``is_paused`` or serves."""
+    def weights_may_change(self, call: str) -> None:
+        """A call that may change the weights begins. From now on nobody else finds what this vLLM saves."""
         self._may_have_changed = self._ever_changed = True
         self._keep_once = False
-        if is_paused and self._kept:
-            # The sleep's reset kept the tiers, and perhaps no other reset follows.
-            self.reset_cache()
-            self._may_have_changed = True
+        self._version = None
+        self._scheduler.origin.weights_change()
+        if self._scheduler.origin.is_private:
+            return
+        self._scheduler.use_namespace(None)
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "undercroft: %s may have changed the weights. From now on no other vLLM and no restart finds the "
+                "blocks that this vLLM saves, and it finds no block from before (docs/identity.md).",
+                call,
+            )
+
+    def weights_are_named(self, version: str) -> None:
+        """The caller of vLLM has named the present weights (vLLM's ``weight_version``)."""
+        if self._scheduler.origin.is_private:
+            self._version = version
+            self._share_version()
+
+    def _share_version(self) -> None:
+        """Share what is saved under the name of the weights, if all KV on the device comes from these weights."""
+        version = self._version
+        if version is None or self._describe_version is None or self._scheduler.origin.is_mixed:
+            return
+        self._version, self._may_have_changed = None, False
+        self._scheduler.use_namespace(self._describe_version(version))
+        logger.info("undercroft: the weights are now version %s; blocks are shared under this name.", version)

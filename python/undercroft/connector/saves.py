@@ -49,6 +49,8 @@ class _Save:
     """The number of the step before which the save is not late."""
     ranks_ended: int = 0
     failed: bool = False
+    given_up: str | None = None
+    """Why nobody wants the save any more, although no copy failed: a reason of `Session.give_up`."""
 
 
 @dataclass(slots=True)
@@ -64,7 +66,25 @@ class _Pending:
     """End of the wait for slots (seconds of a monotonic clock)."""
     pinned: list[KVCacheBlock] | None = None
     """Device blocks that the save may copy, referenced while it waits for its slots."""
-    abandoned: bool = False
+    failed: bool = False
+    given_up: str | None = None
+    """See `_Save.given_up`."""
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether its slots are of no use any more."""
+        return self.failed or self.given_up is not None
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSave:
+    """A save that all ranks have ended."""
+
+    transfer_id: int
+    ok: bool
+    """Whether all ranks have copied."""
+    given_up: str | None
+    """Why the save is not wanted any more; None if it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +93,7 @@ class SaveResult:
 
     request_id: str
     num_tokens: int
-    """The tokens whose blocks were asked for; 0 if the save was abandoned."""
+    """The tokens whose blocks were asked for; 0 if the save is not wanted any more."""
     refused: bool
     """Whether blocks were left out for which slots may be requested again."""
     job: TransferJob | None
@@ -247,18 +267,23 @@ class Saves:
     def _is_late(self, save: _Save, now: float) -> bool:
         return now >= save.deadline and self._step >= save.last_step
 
-    def _drop_slots(self, transfer_id: int) -> None:
-        """Tell the engine that no worker copies into the slots of a save. Raises nothing: other saves must go on."""
+    def _drop_slots(self, transfer_id: int, given_up: str | None = None) -> None:
+        """Tell the engine that no worker copies into the slots of a save: the save has failed, or was ``given_up`` for
+        this reason. Raises nothing: other saves must go on."""
         try:
-            self._session.end_transfer(transfer_id, False)
+            if given_up is None:
+                self._session.end_transfer(transfer_id, False)
+            else:
+                self._session.give_up(transfer_id, given_up)
         except Exception as error:
             self._report("build_connector_meta", error)
 
     def _granted(self, save: _Pending, grant: SaveGrant) -> SaveResult:
         copies: list[GroupCopy] = []
         refused = grant.refused
+        given_up = save.given_up
         try:
-            if grant.extents and not save.abandoned:
+            if grant.extents and not save.is_unwanted:
                 found = [_group_copy(self._groups, extent, save.tables, save.states) for extent in grant.extents]
                 copies = _by_group(copy for copy in found if len(copy.offsets))
                 if copies and self._is_held(copies, save):
@@ -270,17 +295,17 @@ class Saves:
                 else:
                     # No block needs a copy, or the engine wants device blocks without a reference: these are retried.
                     refused = refused or bool(copies)
-                    copies = []
+                    copies, given_up = [], "retry"
         except Exception as error:
             # An error of one request must not lose the other requests' copies of this step.
             self._report("build_connector_meta", error)
             copies = []
         if grant.extents and not copies:
-            self._drop_slots(grant.transfer_id)
+            self._drop_slots(grant.transfer_id, given_up)
         self._unpin(save)
         job = TransferJob(grant.transfer_id, save.request_id, grant.session, copies) if copies else None
-        # An abandoned save has saved nothing: its windows are offered again.
-        return SaveResult(save.request_id, 0 if save.abandoned else save.num_tokens, refused, job)
+        # Such a save has saved nothing: its windows are offered again.
+        return SaveResult(save.request_id, 0 if save.is_unwanted else save.num_tokens, refused, job)
 
     def _candidates(self, save: _Pending, offers: Iterable[Offer], saved_tokens: int) -> list[int]:
         """Device blocks that the save may copy."""
@@ -303,11 +328,10 @@ class Saves:
         held = {block.block_id for block in save.pinned}
         return held.issuperset(_blocks(copies))
 
-    def acknowledge(self, answer: UndercroftWorkerMetadata) -> list[tuple[int, bool]]:
+    def acknowledge(self, answer: UndercroftWorkerMetadata) -> list[EndedSave]:
         """Take the ranks' answers, and release the blocks of saves that all ranks have ended.
 
-        Returns the ended saves, each with True if no rank failed: only then may its blocks become visible. The caller
-        must tell the engine.
+        Returns the ended saves. The caller must tell the engine.
         """
         ended = []
         for transfer_id in answer.saves_failed:
@@ -323,7 +347,7 @@ class Saves:
                 del of_id[transfer_id]
                 self._is_stuck = False
                 self._unpin(save)
-                ended.append((transfer_id, not save.failed))
+                ended.append(EndedSave(transfer_id, not save.failed, save.given_up))
         return ended
 
     def invalidate(self, block_ids: set[int]) -> None:
@@ -335,21 +359,25 @@ class Saves:
         for save in self._saves.values():
             save.failed |= any(not block_ids.isdisjoint(table) for table in save.tables)
         for pending in self._pending.values():
-            pending.abandoned |= any(not block_ids.isdisjoint(table) for table in pending.tables)
+            pending.failed |= any(not block_ids.isdisjoint(table) for table in pending.tables)
 
     def abandon(self) -> None:
-        """Release all device blocks at once. Running saves are dropped when the workers acknowledge them."""
-        for pending in self._pending.values():
-            pending.abandoned = True
-            self._unpin(pending)
-        for save in self._saves.values():
-            save.failed = True
+        """The caches are reset: release all device blocks at once, and drop the saves when the workers end them."""
+        self.give_up("reset")
+        for save in self._unended():
             self._unpin(save)
+
+    def give_up(self, reason: str) -> None:
+        """Drop all saves when the workers end them. The device blocks stay in use until then."""
+        for save in self._unended():
+            save.given_up = save.given_up or reason
+
+    def _unended(self) -> list[_Save | _Pending]:
+        return [*self._saves.values(), *self._pending.values()]
 
     def blocks_to_free(self) -> bool:
         """Whether a save holds the last reference on a block, so that its end will return the block to the pool."""
-        held: list[_Save | _Pending] = [*self._saves.values(), *self._pending.values()]
-        return any(block.ref_cnt == 1 for save in held for block in save.pinned or ())
+        return any(block.ref_cnt == 1 for save in self._unended() for block in save.pinned or ())
 
     def _pin(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
         if self._pool is None:

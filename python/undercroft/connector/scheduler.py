@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from undercroft import compat, request_params, vllm_patches
 from undercroft.connector.blocking import BlockingWaits
 from undercroft.connector.kept_boundaries import kept_boundaries
-from undercroft.connector.loads import LoadPlan, plan_load
+from undercroft.connector.kv_origin import KvOrigin
+from undercroft.connector.loads import plan_load
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.connector.request_state import RequestState
+from undercroft.connector.running_loads import RunningLoads, end_transfer
 from undercroft.connector.saves import Saves
 from undercroft.connector.shareable import Shareable
 from undercroft.connector.single_flight import SingleFlight
@@ -83,8 +85,7 @@ class SchedulerConnector:
         self._tails, self.steps = Tails(session, groups, self._shareable), Steps(session)
         self._least = max(1, config.min_load_tokens or 0)
         self._requests: dict[str, RequestState] = {}
-        self._loading: dict[str, LoadPlan | None] = {}
-        """Loads that the workers have not reported yet, by request. None: the load failed before it began."""
+        self._loading = RunningLoads(session, self._requests, counts, report)
         self._single_flight = SingleFlight(
             any_part=not (groups.has_windows or groups.has_states), whole_blocks=groups.window_blocks
         )
@@ -102,13 +103,17 @@ class SchedulerConnector:
         self._provisional_tokens = 0
         """Number of a step's last tokens whose KV in draft layers the next step may compute again."""
         self._step = self._refused = self._epoch = 0
+        self.origin = KvOrigin()
         self._counts = counts
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """vLLM calls this once, when it has built its block pool."""
         self._saves.bind(pool)
-        # The last one acts first: when the saves have released their blocks, only requests hold blocks.
+        # The last one acts first: when saves and loads have released their blocks, only requests hold blocks.
         vllm_patches.before_prefix_cache_reset(pool, self._waiting_loads.make_way_for_reset)
+        if self._waiting_loads.may_requeue:
+            lent = self._waiting_loads.blocks_of
+            vllm_patches.lend_to_prefix_cache_reset(pool, lambda: lent(self._loading), self._loading.give_up)
         vllm_patches.before_prefix_cache_reset(pool, self._saves.abandon)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -219,7 +224,8 @@ class SchedulerConnector:
         if plan is None:
             self._load_impossible(state)
             return
-        self._loading[request_id] = plan
+        self._loading.begin(request_id, plan)
+        self.origin.loads()
         self._metadata.loads.append(plan.job)
         self.steps.computed(state, state.num_computed_tokens + num_external_tokens)
         begin = state.num_computed_tokens
@@ -235,7 +241,7 @@ class SchedulerConnector:
         """The tokens of a load, by the tier that held them."""
         if compat.CacheHitSource is None or num_external_tokens == 0:
             return {}
-        plan = self._loading.get(request.request_id)
+        plan = self._loading.plan(request.request_id)
         if plan is None:
             return {}
         sources = {compat.CacheHitSource.HOST: plan.host_tokens, compat.CacheHitSource.DISK: plan.disk_tokens}
@@ -257,6 +263,8 @@ class SchedulerConnector:
             self._hand_over(self._saves.poll(), metadata)
             self._collect_saves(scheduler_output, metadata)
             runs = bool(scheduler_output.num_scheduled_tokens)
+            if runs:
+                self.origin.computes()
             self._waiting_loads.after_schedule(runs=runs, transfers=self.has_pending_push_work())
         except Exception as error:
             self._report("build_connector_meta", error)
@@ -289,31 +297,16 @@ class SchedulerConnector:
         if output.invalid_block_ids:
             # Another connector's load into these blocks failed, and undercroft had counted them as computed.
             self._saves.invalidate(output.invalid_block_ids)
-            for state in self._requests.values():
-                state.saved_hashes = state.saved_tokens = state.windows_kept = 0
+            self._save_again()
         # Each result is reported here only once, so an error at one result must not lose the others.
         failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
             if request_id in self._loading:
-                self._load_ended(request_id, ok=request_id not in failed)
+                self._single_flight.end(request_id)
+                self._loading.ended(request_id, ok=request_id not in failed)
         if isinstance(output.kv_connector_worker_meta, UndercroftWorkerMetadata):
-            for transfer_id, ok in self._saves.acknowledge(output.kv_connector_worker_meta):
-                self._end_transfer(transfer_id, ok)
-
-    def _load_ended(self, request_id: str, *, ok: bool) -> None:
-        plan = self._loading.pop(request_id)
-        self._single_flight.end(request_id)
-        if not ok:
-            self._counts.add("failed_loads")
-        if (state := self._requests.get(request_id)) is not None:
-            state.load_ended(ok=ok)
-        if plan is None:
-            return
-        if ok:
-            self._counts.add("hit_tokens_host", plan.host_tokens)
-            self._counts.add("hit_tokens_disk", plan.disk_tokens)
-        for transfer_id in plan.transfers:
-            self._end_transfer(transfer_id, ok)
+            for save in self._saves.acknowledge(output.kv_connector_worker_meta):
+                end_transfer(self._session, self._report, save.transfer_id, save.ok, save.given_up)
 
     def request_finished(self, request: Request, tables: tuple[list[int], ...]) -> None:
         """The request has finished or was aborted. Its blocks may be freed: blocks that are being saved are pinned."""
@@ -348,7 +341,7 @@ class SchedulerConnector:
 
     def loading(self, request_ids: Iterable[str]) -> set[str]:
         """The requests among ``request_ids`` that have a pending load."""
-        return self._loading.keys() & set(request_ids)
+        return {request_id for request_id in request_ids if request_id in self._loading}
 
     def idle(self) -> bool:
         """Whether no request and no transfer is known, so that the engine may stop stepping."""
@@ -365,6 +358,7 @@ class SchedulerConnector:
         session shares with no other session and finds no earlier block.
         """
         self.forget_device()
+        self.origin.is_private = True
         if not self._session.reset(RESET_TIMEOUT_S):
             logger.warning(
                 "undercroft: a reset was not confirmed within %g s: the server is away or late, or the disk failed. "
@@ -373,10 +367,21 @@ class SchedulerConnector:
             )
         return True
 
+    def use_namespace(self, description: str | None) -> None:
+        """Use the namespace of ``description`` from now on, or with None one that is shared with nobody.
+
+        Saves under way are dropped: it is not certain which weights have computed their blocks.
+        """
+        self._saves.give_up("weights")
+        self._save_again()
+        self._session.change_weights(description)
+        self.origin.is_private = description is None
+
     def forget_device(self) -> None:
-        """Save none of the blocks that the device holds now, and drop the references to them."""
+        """Save none of the blocks that the device holds now, drop the references to them, and use no load under way."""
         self._epoch += 1
         try:
+            self._loading.give_up()
             self._saves.abandon()
         except Exception as error:
             self._report("reset_cache", error)
@@ -387,11 +392,10 @@ class SchedulerConnector:
 
     # Parts
 
-    def _end_transfer(self, transfer_id: int, ok: bool) -> None:
-        try:
-            self._session.end_transfer(transfer_id, ok)
-        except Exception as error:
-            self._report("update_connector_output", error)
+    def _save_again(self) -> None:
+        """Offer all blocks of all requests to the tiers again."""
+        for state in self._requests.values():
+            state.saved_hashes = state.saved_tokens = state.windows_kept = 0
 
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -491,7 +495,7 @@ class SchedulerConnector:
     def _load_impossible(self, state: RequestState) -> None:
         """vLLM already waits for this load: the workers must report it as failed."""
         state.lookup_failed = True
-        self._loading[state.request.request_id] = None
+        self._loading.begin(state.request.request_id, None)
         self._metadata.failed_loads.append(state.request.request_id)
 
     def _completes(self, request: Request, local_tokens: int) -> bool:

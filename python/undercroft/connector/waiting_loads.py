@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from undercroft import vllm_patches
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
     from undercroft.connector.request_state import RequestState
 
@@ -32,6 +33,14 @@ class WaitingLoads:
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's prefix cache."""
         self._manager = manager
+
+    def blocks_of(self, request_ids: Iterable[str]) -> list[list[KVCacheBlock]]:
+        """The device blocks that each KV cache group of these requests holds."""
+        if self._manager is None:
+            return []
+        manager = self._manager
+        groups = (blocks for request_id in request_ids for blocks in manager.get_blocks(request_id).blocks)
+        return [[block for block in blocks if not block.is_null] for blocks in groups]
 
     def make_way_for_reset(self) -> None:
         """vLLM is about to reset its prefix cache, and refuses while blocks are in use."""

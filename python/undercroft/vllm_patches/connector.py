@@ -19,6 +19,7 @@ from undercroft.vllm_patches.table import (
     SHARED_PREFIX,
     failed,
     guarded,
+    problem,
     replace,
 )
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
     from undercroft.connector.request_state import RequestState
@@ -34,6 +36,8 @@ _ADAPTER = "_undercroft_adapter"
 """Attribute of a request: the key of its adapter's weights. All blocks of the request use this one key."""
 _RESERVED = "_undercroft_reserved"
 """Attribute of a request: vLLM's set of all requests for which it reserves blocks."""
+_GIVEN_UP = "_undercroft_given_up"
+"""Attribute of a request: vLLM is to treat its load under way as a failed one."""
 _WAITING = ("WAITING_FOR_REMOTE_KVS", "WAITING", "PREEMPTED")
 """States of a request that may hold the blocks of a load and has not run since."""
 
@@ -136,6 +140,37 @@ def before_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None])
 
 
 @guarded(PREFIX_CACHE_RESET)
+def lend_to_prefix_cache_reset(
+    block_pool: BlockPool, held: Callable[[], list[list[KVCacheBlock]]], on_reset: Callable[[], None]
+) -> None:
+    """Free the blocks that are ``held``, each list once, while the pool resets its prefix cache, and take them back at
+    once. Then ``on_reset`` runs, unless the pool has refused the reset."""
+
+    def wrap_lending(original: Callable[..., bool]) -> Callable[..., bool]:
+        def reset_prefix_cache(*args: Any, **kwargs: Any) -> bool:
+            lent: list[list[KVCacheBlock]] = []
+            try:
+                for blocks in held():
+                    block_pool.free_blocks(blocks)
+                    lent.append(blocks)
+            except Exception as error:  # vLLM then refuses the reset, as without the patch.
+                failed(PREFIX_CACHE_RESET, error)
+            try:
+                is_reset = original(*args, **kwargs)
+            finally:
+                # Nothing else has taken a block meanwhile.
+                for blocks in lent:
+                    block_pool.touch(blocks)
+            if is_reset:
+                on_reset()
+            return is_reset
+
+        return reset_prefix_cache
+
+    replace((block_pool, "reset_prefix_cache", wrap_lending), again=True)
+
+
+@guarded(PREFIX_CACHE_RESET)
 def after_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None]) -> None:
     """Run ``action`` each time after the pool has reset its prefix cache."""
 
@@ -156,14 +191,20 @@ def after_prefix_cache_reset(block_pool: BlockPool, action: Callable[[], None]) 
 
 @guarded(RESERVATIONS)
 def end_reservations() -> None:
-    """End vLLM's reservation of device blocks for each request that has lost its own, as vLLM does at a preemption."""
+    """End vLLM's reservation of device blocks for each request that has lost its own, as vLLM does at a preemption.
+    The requests of `recompute_load` lose theirs here."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     takes(Scheduler, "_update_waiting_for_remote_kv", "request")
-    sets(Scheduler, "_inflight_prefills")
+    sets(Scheduler, "_inflight_prefills", "failed_recving_kv_req_ids")
 
     def wrap(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         def update_waiting_for_remote_kv(self: Any, request: Any) -> None:
+            if getattr(request, _GIVEN_UP, False):
+                # As vLLM does itself for a failed load: it frees the blocks and looks the request up again.
+                setattr(request, _GIVEN_UP, False)
+                request.num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(request.request_id)
             original(self, request)
             try:
                 setattr(request, _RESERVED, self._inflight_prefills)
@@ -206,6 +247,15 @@ def evict_uncomputed() -> None:
         return preempt_request
 
     replace((Scheduler, "_preempt_request", wrap))
+
+
+def recompute_load(request: Request) -> bool:
+    """Let vLLM free the blocks of the request's load under way when it ends, and look the request up again. Returns
+    whether vLLM will."""
+    if problem(RESERVATIONS) is not None:
+        return False
+    setattr(request, _GIVEN_UP, True)
+    return True
 
 
 def _end_reservation(request: Any) -> None:

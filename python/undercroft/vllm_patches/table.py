@@ -154,11 +154,11 @@ PREFIX_CACHE_RESET = Patch(
     "prefix_cache_reset",
     ("BlockPool.reset_prefix_cache",),
     "the instance of undercroft's scheduler",
-    "vLLM refuses a reset while blocks are referenced, and asks the connector only afterwards. The wrapper releases "
-    "the blocks that are being saved first. Routers understand the event of the reset as a reset of all tiers: the "
-    "wrapper sends them the blocks of the tiers again.",
+    "vLLM refuses a reset while blocks are referenced, and asks the connector only afterwards. The wrapper first "
+    "releases the blocks that are being saved and, until the end of the call, those that are being loaded. Routers "
+    "understand the event of the reset as a reset of all tiers: the wrapper sends them the blocks of the tiers again.",
     "0.31 to 0.33",
-    "A reset of vLLM's prefix cache is refused while saves are running, and routers forget the tiers with it.",
+    "A reset of vLLM's prefix cache is refused while saves or loads run, and routers forget the tiers with it.",
 )
 RESERVATIONS = Patch(
     "reservations",
@@ -166,9 +166,10 @@ RESERVATIONS = Patch(
     "the class, in processes with a scheduler of undercroft",
     "vLLM keeps blocks reserved for a request whose load failed, although the request waits without blocks, and may "
     "then never admit another load. It also leaves the request among those that hold blocks, in front of them. The "
-    "wrapper ends the reservation.",
+    "wrapper ends the reservation. It also lets vLLM treat a load that a reset has overtaken as a failed one.",
     "0.31 to 0.33",
-    "With windows and little free device memory, a failed load can stop all requests.",
+    "With windows and little free device memory, a failed load can stop all requests. A reset is refused while loads "
+    "run.",
 )
 PREEMPTIONS = Patch(
     "preemptions",
@@ -192,12 +193,20 @@ LOADED_REQUESTS = Patch(
 )
 WEIGHT_CHANGES = Patch(
     "weight_changes",
-    ("Scheduler.reset_prefix_cache", "EngineCore.sleep", "EngineCore.collective_rpc"),
-    "the classes, in every process",
+    (
+        "Scheduler.reset_prefix_cache",
+        "EngineCore.sleep",
+        "EngineCore.collective_rpc",
+        "EngineCore.set_weight_version",
+        "EngineCore.__init__",
+        "model.load_weights",
+    ),
+    "the classes, in every process; models in the scheduler's process",
     "vLLM tells a connector neither of weight updates nor of a reset of its own prefix cache only, and resets it at "
-    "each sleep. The wrappers tell undercroft of all three.",
+    "each sleep. The wrappers tell undercroft of all three, and of the names of weights.",
     "0.31 to 0.33",
-    "A reset without the connector never empties the cache; each sleep does. `reset_with_prefix_cache` has no effect.",
+    "Blocks of updated weights are shared until a reset with the connector. A reset without it never empties the "
+    "cache; each sleep does. `reset_with_prefix_cache` has no effect.",
 )
 WORKER_SLEEP = Patch(
     "worker_sleep",

@@ -9,8 +9,8 @@ use crate::error::RegisterError;
 use crate::explain::{Reason, Rest};
 use crate::hint::{HintAnswer, HintRefusal, HintRequest};
 use crate::session::{
-    BlockEvents, Load, Lookup, LookupRequest, Priority, Save, SaveGrant, SaveRequest, Session,
-    SessionSpec, SessionToken, Step, Tokens, TransferId,
+    BlockEvents, GiveUp, Load, Lookup, LookupRequest, Priority, Save, SaveGrant, SaveRequest,
+    Session, SessionSpec, SessionToken, Step, Tokens, TransferId,
 };
 
 /// A session of an engine in this process.
@@ -53,7 +53,8 @@ impl<A: EngineAccess> EmbeddedSession<A> {
 
 impl<A: EngineAccess> Session for EmbeddedSession<A> {
     fn namespace(&self) -> String {
-        self.namespace.clone()
+        let named = self.engine.read(|engine| engine.namespace_of(self.id));
+        named.flatten().unwrap_or_else(|| self.namespace.clone())
     }
 
     fn lookup(&self, request: &LookupRequest<'_>) -> Lookup {
@@ -135,6 +136,10 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
         self.engine.enter(|engine| engine.end_transfer(id, ok));
     }
 
+    fn give_up(&self, id: TransferId, reason: GiveUp) {
+        self.engine.enter(|engine| engine.give_up(id, reason));
+    }
+
     fn finish_request(&self, request: &str) {
         self.engine
             .enter(|engine| engine.finish_request(self.id, request));
@@ -179,6 +184,11 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
                 .engine
                 .read(|engine| !engine.reset_failed())
                 .unwrap_or(false)
+    }
+
+    fn change_weights(&self, description: Option<&str>) {
+        self.engine
+            .enter(|engine| engine.change_weights(self.id, description));
     }
 
     fn close(&self) {

@@ -316,6 +316,36 @@ impl Sources {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TransferId(pub u64);
 
+/// Why a load or a save was given up, although none of its copies had failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum GiveUp {
+    /// The client's caches were reset, also by a pause or for sleep.
+    Reset,
+    /// The client's weights may have changed.
+    Weights,
+    /// The client or its connection has ended.
+    Closed,
+    /// The client asks for the save again.
+    Retry,
+}
+
+/// How a load or a save has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TransferEnd {
+    /// All ranks have copied.
+    Done,
+    /// A copy has failed.
+    Failed,
+    /// Nobody wants the copies any more.
+    GivenUp(GiveUp),
+}
+
+impl From<bool> for TransferEnd {
+    fn from(ok: bool) -> Self {
+        if ok { Self::Done } else { Self::Failed }
+    }
+}
+
 /// Identifies a session to the workers that copy for it, and entitles them to the arena. 0 is no session.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SessionToken(pub u128);
@@ -496,6 +526,10 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     /// request's lookups are misses; a failed save is dropped.
     fn end_transfer(&self, id: TransferId, ok: bool);
 
+    /// Ends a load or a save that nobody wants any more, when no rank copies any more. Neither counts as failed: the
+    /// request of a load may be looked up again, and a save is dropped.
+    fn give_up(&self, id: TransferId, reason: GiveUp);
+
     /// The request has finished or was aborted. Loads and saves under way go on.
     fn finish_request(&self, request: &str);
 
@@ -515,6 +549,11 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     /// until no restart finds an earlier block either. Returns whether that is ensured.
     /// If the session was closed, drops nothing and returns false.
     fn reset(&self, timeout: Duration) -> bool;
+
+    /// The weights of the session's vLLM change. From now on the session uses the namespace of `description`, or, with
+    /// `None`, a namespace that it shares with no session: only the session itself finds what it saves there. Earlier
+    /// hits end. Loads and saves under way end in the namespace in which they began.
+    fn change_weights(&self, description: Option<&str>);
 
     /// Ends the session: its lookups, leases, loads and saves.
     fn close(&self);

@@ -17,8 +17,8 @@ use undercroft_core::hint::{HintAnswer, HintRefusal, HintRequest};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::panics::contained;
 use undercroft_core::session::{
-    BlockEvents, Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, Step, Tokens,
-    TransferId,
+    BlockEvents, GiveUp, Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, Step,
+    Tokens, TransferId,
 };
 
 use crate::client_state::{ClientState, Polled, SessionAddress};
@@ -255,6 +255,10 @@ impl Session for Client {
         self.shared.with(|state| state.end_transfer(id, ok));
     }
 
+    fn give_up(&self, id: TransferId, reason: GiveUp) {
+        self.shared.with(|state| state.give_up(id, reason));
+    }
+
     fn finish_request(&self, request: &str) {
         self.shared.with(|state| state.finish_request(request));
     }
@@ -288,6 +292,10 @@ impl Session for Client {
         self.shared
             .with(|state| state.end_reset(reset))
             .unwrap_or(false)
+    }
+
+    fn change_weights(&self, description: Option<&str>) {
+        self.shared.with(|state| state.change_weights(description));
     }
 
     /// Sends the messages that are queued, for at most 200 ms, and ends the session. Idempotent.
@@ -337,9 +345,13 @@ fn run(shared: &ClientShared, mut resolve: Resolve) {
 /// Connects and opens the session.
 fn open(shared: &ClientShared, socket: PathBuf) -> Result<ServerConnection, ConnectError> {
     let mut connection = ServerConnection::open(&socket)?;
-    let private = shared.lock().is_some_and(|state| state.private);
+    let (namespace, private) = match shared.lock() {
+        Some(state) => (state.spec.clone(), state.private),
+        None => (shared.config.namespace.clone(), true),
+    };
+    let description = namespace.description.clone();
     let register = ClientMessage::Register {
-        namespace: shared.config.namespace.clone(),
+        namespace,
         dropped_tokens: shared.config.dropped_tokens,
         private,
     };
@@ -359,7 +371,7 @@ fn open(shared: &ClientShared, socket: PathBuf) -> Result<ServerConnection, Conn
                     arena_id,
                     session,
                 };
-                state.registered(address, private, info);
+                state.registered(address, (&description, private), info);
             }
             ServerMessage::Refused { reason } => state.refused = Some(reason),
             _ => {}

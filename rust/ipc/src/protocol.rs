@@ -11,7 +11,7 @@ use undercroft_core::hint::{Hint, HintAnswer};
 use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{
-    BlockEvent, Extent, Offer, Priority, PromotionWait, SessionToken, Step, Tokens,
+    BlockEvent, Extent, GiveUp, Offer, Priority, PromotionWait, SessionToken, Step, Tokens,
 };
 
 use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
@@ -90,8 +90,8 @@ pub enum ClientMessage<'a> {
         namespace: NamespaceSpec,
         /// See [`SessionSpec::dropped_tokens`](undercroft_core::session::SessionSpec::dropped_tokens).
         dropped_tokens: Tokens,
-        /// Whether the client has requested a reset before, perhaps of another server. Then the session shares with no
-        /// other session.
+        /// Whether the client's weights may have changed before: it has requested a reset, perhaps of another server, or
+        /// has told so. Then the session shares with no other session.
         private: bool,
     },
     /// Starts a lookup, or a further lookup of the same request. The server replies with `Answer`.
@@ -162,6 +162,18 @@ pub enum ClientMessage<'a> {
     Hint(HintMessage<'a>),
     /// An operator asks. The server replies with `Operated`. Allowed before `Register` only.
     Operate(Operation),
+    /// Like `EndTransfer`, for a load or a save that the client does not want any more.
+    GiveUp {
+        /// The load or the save.
+        transfer: u64,
+        /// Why.
+        reason: GiveUp,
+    },
+    /// See [`Session::change_weights`](undercroft_core::session::Session::change_weights).
+    ChangeWeights {
+        /// The description of the namespace that the session uses from now on; `None`: it shares with no session.
+        description: Option<String>,
+    },
 }
 
 /// See [`HintRequest`](undercroft_core::hint::HintRequest).

@@ -13,8 +13,8 @@ use undercroft_core::hint::{Hint, HintAnswer};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{
-    ArenaOffset, BlockEvent, EventTier, Extent, Offer, Priority, PromotionWait, SessionToken, Step,
-    Tokens,
+    ArenaOffset, BlockEvent, EventTier, Extent, GiveUp, Offer, Priority, PromotionWait,
+    SessionToken, Step, Tokens,
 };
 use undercroft_ipc::Operation;
 use undercroft_ipc::frame::{self, FrameKind};
@@ -121,6 +121,13 @@ fn samples() -> Vec<(String, Vec<u8>)> {
         ClientMessage::EndTransfer {
             transfer: 3,
             ok: false,
+        },
+        ClientMessage::GiveUp {
+            transfer: 3,
+            reason: GiveUp::Retry,
+        },
+        ClientMessage::ChangeWeights {
+            description: Some("step 1".to_owned()),
         },
         ClientMessage::Reset { reset: 4 },
         ClientMessage::Ping,

@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 use undercroft_core::hint::{Hint, HintAnswer, HintRequest};
 use undercroft_core::session::{
-    BlockEvent, EventTier, LookupRequest, Offer, PromotionWait, SaveRequest, Session, Step, Tokens,
-    TransferId,
+    BlockEvent, EventTier, GiveUp, LookupRequest, Offer, PromotionWait, SaveRequest, Session, Step,
+    Tokens, TransferId,
 };
 
 use crate::hashes::Hashes;
@@ -150,6 +150,22 @@ impl PySession {
         self.session.end_transfer(TransferId(transfer_id), ok);
     }
 
+    /// End a load or a save that is not wanted any more. `reason`: "reset", "weights", or for a save "retry".
+    fn give_up(&self, transfer_id: u64, reason: &str) -> PyResult<()> {
+        let reason = match reason {
+            "reset" => GiveUp::Reset,
+            "weights" => GiveUp::Weights,
+            "retry" => GiveUp::Retry,
+            _ => {
+                let allowed = "\"reset\", \"weights\" or \"retry\"";
+                let message = format!("reason is {reason:?}; allowed: {allowed}");
+                return Err(PyValueError::new_err(message));
+            }
+        };
+        self.session.give_up(TransferId(transfer_id), reason);
+        Ok(())
+    }
+
     /// The request has finished or was aborted.
     fn finish_request(&self, request_id: &str) {
         self.session.finish_request(request_id);
@@ -244,6 +260,12 @@ impl PySession {
     #[pyo3(signature = (timeout_s = 10.0))]
     fn reset(&self, py: Python<'_>, timeout_s: f64) -> bool {
         py.detach(|| self.session.reset(timeout(timeout_s, 1e6)))
+    }
+
+    /// The weights change: use the namespace of `description`, or with None one that is shared with no session.
+    #[pyo3(signature = (description = None))]
+    fn change_weights(&self, description: Option<&str>) {
+        self.session.change_weights(description);
     }
 
     /// End the session: its lookups, leases, loads and saves. Idempotent.

@@ -2,11 +2,11 @@
 
 use crate::disk::{Disk, Health, Latency};
 use crate::error::RegisterError;
-use crate::forest::NONE;
+use crate::forest::{NONE, NsId};
 use crate::io::IoFault;
 use crate::key::NamespaceDigest;
 use crate::metrics::{Counters, Gauges};
-use crate::session::SessionSpec;
+use crate::session::{GiveUp, SessionSpec};
 
 use super::checksums::Checksums;
 use super::clear::Clearing;
@@ -183,18 +183,23 @@ impl Engine {
             .map(|(key, _)| key)
             .collect();
         for transfer in of_session {
-            self.end_transfer(id_of(transfer), false);
+            self.give_up(id_of(transfer), GiveUp::Closed);
         }
         self.residency.feeds.close(session);
         let Some(state) = self.sessions.close(session) else {
             return;
         };
         self.planner.forget(session);
-        if self.namespaces.is_private(state.ns) {
-            self.residency.remove_namespace(state.ns);
+        self.leave_namespace(state.ns);
+    }
+
+    /// A session has left a namespace: its blocks are dropped if nobody else may find them.
+    pub(super) fn leave_namespace(&mut self, ns: NsId) {
+        if self.namespaces.is_private(ns) {
+            self.residency.remove_namespace(ns);
         } else {
             let used_s = self.unix_s();
-            self.namespaces.used(state.ns, &mut self.residency, used_s);
+            self.namespaces.used(ns, &mut self.residency, used_s);
         }
     }
 

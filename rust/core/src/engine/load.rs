@@ -3,7 +3,10 @@
 use slotmap::{Key, KeyData};
 
 use crate::forest::{NONE, NodeId};
-use crate::session::{Extent, Load, SessionToken, Sources, Tokens, TransferId};
+use crate::metrics::Counters;
+use crate::session::{
+    Extent, GiveUp, Load, SessionToken, Sources, Tokens, TransferEnd, TransferId,
+};
 
 use super::coordinator::Engine;
 use super::requests::RequestId;
@@ -133,22 +136,35 @@ impl Engine {
         while !self.step_end_of_transfer(id, ok, usize::MAX) {}
     }
 
-    /// Continues [`Engine::end_transfer`] for at most `blocks` blocks. Returns whether the transfer has ended.
-    pub fn step_end_of_transfer(&mut self, id: TransferId, ok: bool, blocks: usize) -> bool {
+    /// Ends a transfer that nobody wants any more, see [`Session::give_up`](crate::session::Session::give_up).
+    pub fn give_up(&mut self, id: TransferId, reason: GiveUp) {
+        while !self.step_end_of_transfer(id, TransferEnd::GivenUp(reason), usize::MAX) {}
+    }
+
+    /// Continues [`Engine::end_transfer`] or [`Engine::give_up`] for at most `blocks` blocks. Returns whether the
+    /// transfer has ended.
+    pub fn step_end_of_transfer(
+        &mut self,
+        id: TransferId,
+        end: impl Into<TransferEnd>,
+        blocks: usize,
+    ) -> bool {
+        let end = end.into();
+        let ok = end == TransferEnd::Done;
         let key = TransferKey::from(KeyData::from_ffi(id.0));
         if let Some((_, save)) = self.sessions.save_mut(key) {
             let cursor = save.cursor.take();
-            let end = save.payloads.len().min(save.ended.saturating_add(blocks));
-            let payloads = save.payloads[save.ended..end].to_vec();
-            save.ended = end;
-            let is_last = end == save.payloads.len();
+            let upto = save.payloads.len().min(save.ended.saturating_add(blocks));
+            let payloads = save.payloads[save.ended..upto].to_vec();
+            save.ended = upto;
+            let is_last = upto == save.payloads.len();
             let tail = cursor.map_or(NONE, |cursor| cursor.tail);
             self.end_saved(&payloads, ok);
             if tail != NONE {
                 self.residency.unpin(tail);
             }
             if is_last {
-                self.counters.save_failures += u64::from(!ok);
+                count_end(&mut self.counters, false, end);
                 self.sessions.end_transfer(key, ok);
             }
             return is_last;
@@ -165,11 +181,11 @@ impl Engine {
             return true;
         };
         self.residency.unpin_hit(lease);
+        count_end(&mut self.counters, true, end);
         if ok {
             self.load_ended(transfer.session, transfer.bytes, &promise);
         }
-        if !ok {
-            self.counters.load_failures += 1;
+        if end == TransferEnd::Failed {
             let request = self.sessions.request_id(transfer.session, &request);
             if let Some(request) = request {
                 self.sessions.requests[request].failed = true;
@@ -177,6 +193,23 @@ impl Engine {
         }
         true
     }
+}
+
+/// Counts a load or a save that has ended, unless it has succeeded.
+fn count_end(counters: &mut Counters, is_load: bool, end: TransferEnd) {
+    let counter = match (is_load, end) {
+        (_, TransferEnd::Done) => return,
+        (true, TransferEnd::Failed) => &mut counters.load_failures,
+        (false, TransferEnd::Failed) => &mut counters.save_failures,
+        (true, TransferEnd::GivenUp(GiveUp::Closed)) => &mut counters.given_up_loads_closed,
+        // No client gives up a load for other reasons.
+        (true, TransferEnd::GivenUp(_)) => &mut counters.given_up_loads_reset,
+        (false, TransferEnd::GivenUp(GiveUp::Reset)) => &mut counters.given_up_saves_reset,
+        (false, TransferEnd::GivenUp(GiveUp::Weights)) => &mut counters.given_up_saves_weights,
+        (false, TransferEnd::GivenUp(GiveUp::Closed)) => &mut counters.given_up_saves_closed,
+        (false, TransferEnd::GivenUp(GiveUp::Retry)) => &mut counters.given_up_saves_retry,
+    };
+    *counter += 1;
 }
 
 /// A transfer's name outside of the engine.

@@ -120,8 +120,12 @@ impl Engine {
         let Some(id) = self.request_of(session, request) else {
             return Some(Lookup::NOTHING);
         };
-        let ns = self.sessions.get(session).map(|session| session.ns);
-        let ns = ns.expect("a request belongs to a session");
+        let of_session = self.sessions.get(session);
+        let of_session = of_session.expect("a request belongs to a session");
+        let ns = of_session.ns;
+        if of_session.is_barred {
+            return Some(Lookup::NOTHING);
+        }
         if self.sessions.requests[id].failed {
             self.sessions.requests[id].answered.reason = Reason::LoadFailed;
             self.note_answer(id, ns, request, Lookup::NOTHING);

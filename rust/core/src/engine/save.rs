@@ -125,7 +125,10 @@ impl Engine {
 
     /// Starts a save, for [`Engine::step_save`]. `None` if there is no such session, or the engine drains.
     pub fn start_save(&mut self, session: SessionId, save: &SaveRequest<'_>) -> Option<TransferId> {
-        let state = self.sessions.get(session).filter(|_| !self.draining)?;
+        let state = self.sessions.get(session)?;
+        if self.draining || state.is_barred {
+            return None;
+        }
         self.residency.allow_searches(self.config.visits / 2);
         self.residency.allow_rest(self.config.tells);
         // Blocks that this request has saved or found before are not counted as found again.

@@ -24,6 +24,9 @@ slotmap::new_key_type! {
 #[derive(Debug)]
 pub(super) struct SessionState {
     pub(super) ns: NsId,
+    /// The session finds and saves nothing: its weights may differ from the namespace's, and there was no room for another
+    /// namespace.
+    pub(super) is_barred: bool,
     pub(super) requests: HashMap<Box<str>, RequestId>,
     /// Hash blocks that each request has saved, or found in the index when it saved.
     pub(super) saved: HashMap<Box<str>, u32>,
@@ -143,6 +146,7 @@ impl Sessions {
     pub(super) fn open(&mut self, ns: NsId, spec: &SessionSpec) -> SessionId {
         self.sessions.insert(SessionState {
             ns,
+            is_barred: false,
             requests: HashMap::new(),
             saved: HashMap::new(),
             dropped_tokens: spec.dropped_tokens.0,

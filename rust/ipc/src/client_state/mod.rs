@@ -107,7 +107,7 @@ enum TransferStage {
 
 #[derive(Debug)]
 pub(crate) struct ClientState {
-    spec: NamespaceSpec,
+    pub(crate) spec: NamespaceSpec,
     deadline: Duration,
     /// The session, while there is a connection.
     pub(crate) open: Option<SessionAddress>,
@@ -139,8 +139,11 @@ pub(crate) struct ClientState {
     hints: HashMap<u64, Option<HintAnswer>>,
     /// Resets, with the results of the resets that have ended.
     resets: HashMap<u64, Option<bool>>,
-    /// Whether the caller has requested a reset. Then the weights may differ from the namespace's, on any server.
+    /// Whether the weights may differ from the namespace's, on any server: the caller has requested a reset, or has told
+    /// that they change.
     pub(crate) private: bool,
+    /// Whether the caller has requested a reset since.
+    was_reset: bool,
 }
 
 impl ClientState {
@@ -167,20 +170,29 @@ impl ClientState {
             hints: HashMap::new(),
             resets: HashMap::new(),
             private: false,
+            was_reset: false,
         }
     }
 
-    /// The session is open. `private`: whether the client asked for a private one.
-    pub(crate) fn registered(&mut self, address: SessionAddress, private: bool, info: String) {
+    /// The session is open. `asked`: the description of the namespace that the client asked for, and whether it asked for
+    /// a private one.
+    pub(crate) fn registered(
+        &mut self,
+        address: SessionAddress,
+        (description, private): (&str, bool),
+        info: String,
+    ) {
         self.info = info;
         self.refused = None;
         self.open = Some(address.clone());
         self.last = Some(address);
         self.events.opened();
-        if self.private && !private {
-            // The caller requested the reset while the session was being opened.
+        // The caller may have requested a reset, or told of other weights, while the session was being opened.
+        if self.private && !private && self.was_reset {
             let reset = self.next_number();
             self.send(&ClientMessage::Reset { reset });
+        } else if self.private != private || self.spec.description != description {
+            self.send_weights();
         }
     }
 

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use undercroft_core::namespace::GroupKind;
 use undercroft_core::session::{
-    Extent, Load, Save, SaveGrant, SaveRequest, Sources, Tokens, TransferId,
+    Extent, GiveUp, Load, Save, SaveGrant, SaveRequest, Sources, Tokens, TransferId,
 };
 
 use super::{ClientState, Stage, TransferStage};
@@ -131,6 +131,17 @@ impl ClientState {
         }
     }
 
+    /// Like [`ClientState::end_transfer`], for a load or a save that the caller does not want any more.
+    pub(crate) fn give_up(&mut self, id: TransferId, reason: GiveUp) {
+        let transfer = id.0;
+        match self.transfers.remove(&id) {
+            Some(TransferStage::Load | TransferStage::GrantedSave) => {
+                self.send(&ClientMessage::GiveUp { transfer, reason });
+            }
+            Some(TransferStage::PendingSave) | None => {}
+        }
+    }
+
     pub(super) fn send_end_of(&mut self, id: TransferId, ok: bool) {
         self.send(&ClientMessage::EndTransfer { transfer: id.0, ok });
     }
@@ -138,17 +149,41 @@ impl ClientState {
     /// Requests that the server drop everything of the namespace. Returns the reset's id; `None` without a server. In
     /// both cases no lookup finds an earlier block from now on.
     pub(crate) fn begin_reset(&mut self) -> Option<u64> {
-        self.private = true;
+        (self.private, self.was_reset) = (true, true);
         self.open.as_ref()?;
-        // Hits that were found before the reset must not be loaded any more.
-        let names: Vec<Box<str>> = self.requests.keys().cloned().collect();
-        for name in names {
-            self.end_lookup(&name);
-        }
+        self.end_lookups();
         let reset = self.next_number();
         self.resets.insert(reset, None);
         self.send(&ClientMessage::Reset { reset });
         Some(reset)
+    }
+
+    /// The weights change: the session uses the namespace of `description`, or shares with no session, on this server
+    /// and on later ones.
+    pub(crate) fn change_weights(&mut self, description: Option<&str>) {
+        (self.private, self.was_reset) = (description.is_none(), false);
+        if let Some(description) = description {
+            description.clone_into(&mut self.spec.description);
+            self.namespace = self.spec.digest().to_hex();
+        }
+        if self.open.is_some() {
+            self.end_lookups();
+            self.send_weights();
+        }
+    }
+
+    /// Tells the server which namespace the session uses.
+    pub(super) fn send_weights(&mut self) {
+        let description = (!self.private).then(|| self.spec.description.clone());
+        self.send(&ClientMessage::ChangeWeights { description });
+    }
+
+    /// Ends all lookups: hits that were found before must not be loaded any more.
+    fn end_lookups(&mut self) {
+        let names: Vec<Box<str>> = self.requests.keys().cloned().collect();
+        for name in names {
+            self.end_lookup(&name);
+        }
     }
 
     /// Whether a reset has ended.

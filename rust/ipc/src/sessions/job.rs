@@ -6,7 +6,7 @@ use std::sync::Arc;
 use undercroft_core::engine::HitExtents;
 use undercroft_core::explain::Rest;
 use undercroft_core::hint::Hint;
-use undercroft_core::session::{Extent, Offer, Tokens, TransferId, append_extents};
+use undercroft_core::session::{Extent, Offer, Tokens, TransferEnd, TransferId, append_extents};
 
 /// Most hashes that one step copies.
 pub(super) const HASH_STEP: usize = 4096;
@@ -27,7 +27,10 @@ pub(super) enum Job {
     /// A hit whose extents are being collected.
     Hit(HitJob),
     /// A load or a save that is being ended.
-    End { transfer: TransferId, ok: bool },
+    End {
+        transfer: TransferId,
+        end: TransferEnd,
+    },
 }
 
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{SessionId, SessionUsage};
-use undercroft_core::session::{SessionSpec, SessionToken};
+use undercroft_core::session::{SessionSpec, SessionToken, TransferEnd};
 
 use crate::budget::Budget;
 use crate::frame::HEADER_BYTES;
@@ -195,7 +195,13 @@ impl ServedSessions {
             } => session.begin_load(driver, request, transfer, (computed, external))?,
             ClientMessage::BeginSave(save) => session.begin_save(driver, save, budgets, out)?,
             ClientMessage::EndTransfer { transfer, ok } => {
-                session.end_transfer(driver, transfer, ok, budgets);
+                session.end_transfer(driver, transfer, ok.into(), budgets);
+            }
+            ClientMessage::GiveUp { transfer, reason } => {
+                session.end_transfer(driver, transfer, TransferEnd::GivenUp(reason), budgets);
+            }
+            ClientMessage::ChangeWeights { description } => {
+                session.change_weights(driver, description.as_deref());
             }
             ClientMessage::Reset { reset } => {
                 session.reset(driver, reset)?;

@@ -21,6 +21,17 @@ impl ServedSession {
         Ok(())
     }
 
+    /// The weights of the client's vLLM change.
+    pub(super) fn change_weights(&mut self, driver: &Driver, description: Option<&str>) {
+        let named = driver.enter(|engine| {
+            engine.change_weights(self.id, description);
+            engine.namespace_of(self.id)
+        });
+        if let Some(digest) = named.flatten() {
+            self.namespace = digest.into();
+        }
+    }
+
     /// Appends the answers of all resets, if none is pending any more.
     pub(super) fn answer_resets(&mut self, driver: &Driver, out: &mut Vec<u8>) {
         if self.resets.is_empty() {

@@ -12,7 +12,7 @@ use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{ChainBytes, Engine, SessionId};
 use undercroft_core::explain::Rest;
 use undercroft_core::key::BlockHash;
-use undercroft_core::session::{BlockEvents, Priority, Tokens};
+use undercroft_core::session::{BlockEvents, GiveUp, Priority, Tokens, TransferEnd};
 
 use super::Violation;
 use super::held::{HeldChain, HeldChains};
@@ -141,7 +141,7 @@ impl ServedSession {
             self.let_go(held, budgets);
         }
         if let Some((&number, transfer)) = self.transfers.iter().next() {
-            if end_some(driver, transfer.id, false) {
+            if end_some(driver, transfer.id, TransferEnd::GivenUp(GiveUp::Closed)) {
                 let held = self.transfers.remove(&number).and_then(|of| of.held);
                 self.let_go(held, budgets);
             }
@@ -443,8 +443,8 @@ impl ServedSession {
             Some(Job::Hashes(job)) => self.take_more_hashes(driver, budgets, job, out)?,
             Some(Job::Save(job)) => self.go_on_saving(driver, job, budgets, out),
             Some(Job::Hit(job)) => self.tell_hit(driver, budgets, job, out),
-            Some(Job::End { transfer, ok }) if !end_some(driver, transfer, ok) => {
-                self.jobs.push_front(Job::End { transfer, ok });
+            Some(Job::End { transfer, end }) if !end_some(driver, transfer, end) => {
+                self.jobs.push_front(Job::End { transfer, end });
             }
             Some(Job::End { .. }) | None => {}
         }

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{SaveLimit, SaveProgress};
-use undercroft_core::session::{Extent, SaveRequest, Tokens, TransferId, append_extents};
+use undercroft_core::session::{
+    Extent, SaveRequest, Tokens, TransferEnd, TransferId, append_extents,
+};
 
 use super::Violation;
 use super::held::HeldChain;
@@ -158,7 +160,7 @@ impl ServedSession {
         }
         if !append_grant(transfer, refused, job.extents, out) {
             // Too many extents for one frame.
-            self.end_transfer(driver, transfer, false, budgets);
+            self.end_transfer(driver, transfer, TransferEnd::Failed, budgets);
             append_grant(transfer, true, Vec::new(), out);
         }
     }
@@ -167,14 +169,14 @@ impl ServedSession {
         &mut self,
         driver: &Driver,
         transfer: u64,
-        ok: bool,
+        end: TransferEnd,
         budgets: &mut Budgets,
     ) {
         let Some(ServedTransfer { id, held }) = self.transfers.remove(&transfer) else {
             return;
         };
-        if !end_some(driver, id, ok) {
-            self.jobs.push_back(Job::End { transfer: id, ok });
+        if !end_some(driver, id, end) {
+            self.jobs.push_back(Job::End { transfer: id, end });
         }
         self.let_go(held, budgets);
     }
@@ -190,9 +192,9 @@ fn asked_save(message: SaveMessage<'_>) -> (u64, SaveAsked) {
 }
 
 /// Continues to end a transfer. Returns whether it has ended.
-pub(super) fn end_some(driver: &Driver, transfer: TransferId, ok: bool) -> bool {
+pub(super) fn end_some(driver: &Driver, transfer: TransferId, end: TransferEnd) -> bool {
     let ended =
-        driver.enter(|engine| engine.step_end_of_transfer(transfer, ok, SAVE_STEP as usize));
+        driver.enter(|engine| engine.step_end_of_transfer(transfer, end, SAVE_STEP as usize));
     ended.unwrap_or(true)
 }
 

@@ -108,6 +108,10 @@ conformance_of_all! {
         nothing_of_before_a_reset_is_found_or_loaded,
         a_reset_leaves_other_sessions_the_bytes_of_their_hits,
         a_session_that_was_reset_shares_with_no_other,
+        other_weights_are_nobody_elses_and_their_hits_go_on,
+        weights_with_a_name_are_shared_under_it,
+        a_load_that_was_given_up_may_be_repeated,
+        the_end_of_a_session_is_no_failure,
         a_closed_session_resets_nothing,
         a_reset_is_durable,
     }

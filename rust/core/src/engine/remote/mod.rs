@@ -202,12 +202,6 @@ impl Remote {
         self.put_window.set_most(host_bytes / PUT_PART);
     }
 
-    /// Bars an instance of a namespace from the store, since the weights of a session may not match the description:
-    /// none of its blocks is fetched or written.
-    pub(super) fn bar(&mut self, instance: u64) {
-        self.spaces.bar(instance);
-    }
-
     /// Whether a flight has ended since the last call.
     pub(super) fn take_ended(&mut self) -> bool {
         std::mem::take(&mut self.has_ended)

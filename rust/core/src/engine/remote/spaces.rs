@@ -1,6 +1,6 @@
 //! Which namespaces use the remote store, and how their chains are cut into segments.
 
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashMap;
 
 use crate::forest::NsId;
 use crate::key::NamespaceDigest;
@@ -33,8 +33,6 @@ pub(super) struct Spaces {
     object_bytes: u64,
     /// By namespace, with the instance for which the entry was made.
     known: FxHashMap<NsId, (u64, Option<Space>)>,
-    /// Instances whose weights may not match their descriptions.
-    barred: FxHashSet<u64>,
 }
 
 impl Spaces {
@@ -42,17 +40,10 @@ impl Spaces {
         Self {
             object_bytes,
             known: FxHashMap::default(),
-            barred: FxHashSet::default(),
         }
     }
 
-    /// Bars an instance: the weights of one of its sessions may not match the description.
-    pub(super) fn bar(&mut self, instance: u64) {
-        self.barred.insert(instance);
-        self.known.clear();
-    }
-
-    /// A namespace in the store. `None` if the namespace is private or barred, or if no group has required payloads.
+    /// A namespace in the store. `None` if the namespace is private, or if no group has required payloads.
     pub(super) fn get(
         &mut self,
         ns: NsId,
@@ -65,8 +56,7 @@ impl Spaces {
         {
             return space;
         }
-        let is_shared = !namespaces.is_private(ns) && !self.barred.contains(&instance);
-        let space = is_shared.then(|| {
+        let space = (!namespaces.is_private(ns)).then(|| {
             let digest = *namespaces.digest(ns);
             let spec = residency.spec(ns);
             let (hash_blocks, bytes) = segment_of(spec, self.object_bytes)?;
@@ -108,8 +98,6 @@ fn segment_of(spec: &NamespaceSpec, object_bytes: u64) -> Option<(u32, u64)> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::config::EngineConfig;
-    use super::super::super::coordinator::Engine;
     use super::*;
     use crate::namespace::GroupSpec;
 
@@ -148,19 +136,6 @@ mod tests {
             (GroupKind::Full, 48, 1 << 20),
         ];
         assert_eq!(segment_of(&spec(&groups), 16 << 20), Some((12, 16 << 20)));
-    }
-
-    #[test]
-    fn a_barred_namespace_is_not_in_the_store() {
-        let mut engine = Engine::new(EngineConfig::new(1 << 20));
-        let session = engine.open_session(spec(&[(GroupKind::Full, 16, 4096)]));
-        let session = engine.sessions.get(session.expect("a payload fits"));
-        let ns = session.expect("it is open").ns;
-        let (namespaces, residency) = (&engine.namespaces, &engine.residency);
-        let mut spaces = Spaces::new(1 << 20);
-        assert!(spaces.get(ns, namespaces, residency).is_some());
-        spaces.bar(namespaces.instance(ns));
-        assert_eq!(spaces.get(ns, namespaces, residency), None);
     }
 
     #[test]

@@ -75,7 +75,7 @@ fn a_lost_server_voids_what_was_told() {
         (true, vec![], false)
     );
     assert!(!rig.state.take_events(false, rig.now).cleared, "told twice");
-    rig.state.registered(address(2), false, String::new());
+    rig.state.registered(address(2), ("", false), String::new());
     assert!(rig.state.take_events(false, rig.now).more);
 }
 

@@ -57,7 +57,7 @@ impl StateRig {
             }],
         };
         let mut state = ClientState::new(spec, DEADLINE);
-        state.registered(address(1), false, String::new());
+        state.registered(address(1), ("", false), String::new());
         Self {
             state,
             now: Instant::now(),

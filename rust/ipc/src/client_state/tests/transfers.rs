@@ -41,7 +41,7 @@ fn a_lost_connection_voids_answers_and_ends_saves_that_wait() {
     let grants = rig.state.take_grants();
     assert_eq!(grants.len(), 1);
     assert_eq!((Some(grants[0].id), grants[0].extents.len()), (waiting, 0));
-    rig.state.registered(address(2), false, String::new());
+    rig.state.registered(address(2), ("", false), String::new());
     assert_eq!(rig.poll("a", 0, 128), Seen::Soon);
     assert_eq!(rig.sent(), ["lookup 4.1 0+8 computed 0"]);
 }
@@ -55,7 +55,7 @@ fn what_the_last_server_counted_is_not_taken_for_the_next_ones() {
     assert_eq!(rig.state.stats, "{}");
     rig.state.lost("gone".to_owned());
     assert_eq!(rig.state.stats, "");
-    rig.state.registered(address(2), false, String::new());
+    rig.state.registered(address(2), ("", false), String::new());
     assert_eq!(rig.state.stats, "");
 }
 
@@ -76,7 +76,7 @@ fn interrupted(rig: &mut StateRig) -> (TransferId, TransferId) {
 fn another_session_is_told_nothing_of_the_last_ones_loads_and_saves() {
     let mut rig = StateRig::new();
     let (load, save) = interrupted(&mut rig);
-    rig.state.registered(address(1), false, String::new());
+    rig.state.registered(address(1), ("", false), String::new());
     rig.state.end_transfer(load, true);
     rig.state.end_transfer(save, true);
     assert_eq!(rig.sent(), [""; 0]);
@@ -89,15 +89,51 @@ fn a_reset_of_a_server_that_is_not_there_keeps_to_itself_whatever_comes() {
     rig.state.lost("gone".to_owned());
     assert_eq!(rig.state.begin_reset(), None);
     assert!(rig.state.private, "as the next session is opened");
-    rig.state.registered(address(2), true, String::new());
+    rig.state.registered(address(2), ("", true), String::new());
     assert_eq!(rig.sent(), [""; 0]);
     // Asked for while the session was being opened.
     rig.state.lost("gone".to_owned());
-    rig.state.registered(address(3), false, String::new());
+    rig.state.registered(address(3), ("", false), String::new());
     let [sent] = &rig.sent()[..] else {
         panic!("one frame")
     };
     assert!(sent.starts_with("Reset"), "{sent}");
+}
+
+#[test]
+fn weights_that_change_while_a_session_is_opened_are_told_to_the_server() {
+    let mut rig = StateRig::new();
+    rig.state.change_weights(None);
+    rig.state.change_weights(Some("step 1"));
+    let told = |description: Option<&str>| {
+        let description = description.map(str::to_owned);
+        format!("{:?}", ClientMessage::ChangeWeights { description })
+    };
+    assert_eq!(rig.sent(), [told(None), told(Some("step 1"))]);
+    assert_eq!(
+        (rig.state.private, &*rig.state.spec.description),
+        (false, "step 1")
+    );
+    rig.state.lost("gone".to_owned());
+    rig.state.change_weights(None);
+    assert_eq!(rig.sent(), [""; 0], "there is no server");
+    for (asked, sent) in [
+        (("step 1", true), Vec::new()),
+        (("step 1", false), vec![told(None)]),
+    ] {
+        rig.state.registered(address(2), asked, String::new());
+        assert_eq!(rig.sent(), sent);
+    }
+    rig.state.change_weights(Some("step 2"));
+    rig.sent();
+    for (asked, sent) in [
+        (("step 2", false), Vec::new()),
+        (("step 1", false), vec![told(Some("step 2"))]),
+        (("step 2", true), vec![told(Some("step 2"))]),
+    ] {
+        rig.state.registered(address(3), asked, String::new());
+        assert_eq!(rig.sent(), sent);
+    }
 }
 
 #[test]
@@ -136,6 +172,15 @@ fn slots_for_a_save_that_nobody_wants_any_more_are_given_back() {
     assert_eq!(rig.state.take_grants(), []);
     let end = format!("EndTransfer {{ transfer: {}, ok: false }}", save.0);
     assert_eq!(rig.sent(), [end]);
+}
+
+#[test]
+fn other_weights_void_every_answer() {
+    let mut rig = StateRig::new();
+    rig.poll("a", 0, 128);
+    rig.answer(2, 1, true, Some(128));
+    rig.state.change_weights(None);
+    assert_eq!(rig.begin_load("a", 0, 128), None);
 }
 
 #[test]
