@@ -3,8 +3,7 @@
 use undercroft_core::engine::{SaveLimit, SaveProgress};
 use undercroft_core::namespace::GroupKind;
 use undercroft_core::session::{
-    Extent, GiveUp, Load, Offer, Save as SaveAnswer, SaveRequest, SessionToken, Sources, Tokens,
-    TransferEnd, TransferId,
+    Extent, Load, Offer, Save as SaveAnswer, SaveRequest, SessionToken, Sources, Tokens, TransferId,
 };
 
 use crate::arena::Hand;
@@ -418,28 +417,17 @@ impl World {
         }
         let load = self.sessions[session].loads.swap_remove(at);
         self.let_go_of_load(&load);
-        let end = self.end_of_copies(fails, GiveUp::Reset);
         if fails {
             let requests = &mut self.sessions[session].requests;
             let of = requests
                 .iter_mut()
                 .find(|request| request.name == load.request);
             if let Some(request) = of {
-                // A load that was given up may be repeated.
-                request.failed |= end == TransferEnd::Failed;
+                request.failed = true;
                 (request.ready, request.promise) = (None, None);
             }
         }
-        self.end_transfer(session, load.id, end)
-    }
-
-    /// How copies end: some that do not succeed are given up for `reason`.
-    fn end_of_copies(&mut self, fails: bool, reason: GiveUp) -> TransferEnd {
-        if fails && self.random.chance(500) {
-            TransferEnd::GivenUp(reason)
-        } else {
-            (!fails).into()
-        }
+        self.end_transfer(session, load.id, !fails)
     }
 
     /// Copies some of the remaining blocks, and compares them.
@@ -507,27 +495,16 @@ impl World {
                 }
             }
         }
-        let reason = self
-            .random
-            .pick(&[GiveUp::Reset, GiveUp::Weights, GiveUp::Retry]);
-        let end = self.end_of_copies(fails, reason);
-        self.end_transfer(session, save.id, end)
+        self.end_transfer(session, save.id, !fails)
     }
 
-    fn end_transfer(
-        &mut self,
-        session: usize,
-        id: TransferId,
-        end: TransferEnd,
-    ) -> Result<(), String> {
-        let by_steps = self.random.chance(500);
-        let of = &self.sessions[session].session;
-        match end {
-            _ if by_steps => self.end_transfer_by_steps(id, end)?,
-            TransferEnd::GivenUp(reason) => of.give_up(id, reason),
-            end => of.end_transfer(id, end == TransferEnd::Done),
+    fn end_transfer(&mut self, session: usize, id: TransferId, ok: bool) -> Result<(), String> {
+        if self.random.chance(500) {
+            self.sessions[session].session.end_transfer(id, ok);
+        } else {
+            self.end_transfer_by_steps(id, ok)?;
         }
-        self.note(|| format!("end transfer {id:?}: {end:?}"));
+        self.note(|| format!("end transfer {id:?}: {ok}"));
         self.history.ended.push(id);
         if self.history.ended.len() > 32 {
             self.history.ended.swap_remove(0);
@@ -536,12 +513,12 @@ impl World {
     }
 
     /// Ends a transfer in steps, like a server: others enter the engine between two steps.
-    fn end_transfer_by_steps(&mut self, id: TransferId, end: TransferEnd) -> Result<(), String> {
+    fn end_transfer_by_steps(&mut self, id: TransferId, ok: bool) -> Result<(), String> {
         loop {
             let blocks = self.random.range(1, 4) as usize;
             let ended = self
                 .engine
-                .with(|engine| engine.step_end_of_transfer(id, end, blocks));
+                .with(|engine| engine.step_end_of_transfer(id, ok, blocks));
             if ended {
                 return Ok(());
             }
