@@ -24,6 +24,7 @@ LAYERS = (
         "memory",
         "panics",
         "prefetch",
+        "secret",
         "size",
         "work",
     ),
@@ -36,7 +37,7 @@ LAYERS = (
     ("embedded",),
 )
 # `io` stands beside the layers: files and buffers, never keys; of the others, only these.
-IO_MAY_USE = {"io", "arena", "checksum", "cipher", "memory", "error"}
+IO_MAY_USE = {"io", "arena", "checksum", "cipher", "memory", "error", "secret"}
 # Only the driver runs an IO engine; the state machine and the store speak its requests.
 IO_ENGINES = {"uring", "pool", "fault", "raw"}
 MAY_NAME_IO_ENGINES = {"io", "driver"}

@@ -25,44 +25,33 @@ const _: () = assert!(SALT + 16 == CIPHER_BYTES);
 const PAYLOAD: &[u8] = b"undercroft 1 payload";
 const ID: &[u8] = b"undercroft 1 key id";
 
-/// One key of the file.
-struct FileKey {
-    id: [u8; 4],
-    bytes: crate::key_file::Key,
-}
-
 /// Encrypts with the first key, and decrypts with any of them.
 pub struct AesGcm {
-    keys: Vec<FileKey>,
+    keys: Keys,
+    /// The id of each key.
+    ids: Vec<[u8; 4]>,
 }
 
 impl std::fmt::Debug for AesGcm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "AES-256-GCM with {} keys", self.keys.len())
+        write!(f, "AES-256-GCM with {} keys", self.ids.len())
     }
 }
 
 impl AesGcm {
     /// A cipher with these keys.
-    pub fn new(keys: &Keys) -> Self {
-        let of_file = |bytes: &crate::key_file::Key| FileKey {
-            id: id_of(bytes.as_slice()),
-            bytes: bytes.clone(),
-        };
-        Self {
-            keys: keys.iter().map(of_file).collect(),
-        }
+    pub fn new(keys: Keys) -> Self {
+        let ids = keys.iter().map(id_of).collect();
+        Self { keys, ids }
     }
 }
 
-impl FileKey {
-    /// The key of the payload with this salt.
-    fn derive(&self, salt: &[u8], namespace: &[u8; 32]) -> Option<LessSafeKey> {
-        let prk = Salt::new(HKDF_SHA256, salt).extract(self.bytes.as_slice());
-        let info = [PAYLOAD, namespace];
-        let key = prk.expand(&info, &AES_256_GCM).ok()?;
-        Some(LessSafeKey::new(UnboundKey::from(key)))
-    }
+/// The key of the payload with this salt.
+fn derive(key: &[u8], salt: &[u8], namespace: &[u8; 32]) -> Option<LessSafeKey> {
+    let prk = Salt::new(HKDF_SHA256, salt).extract(key);
+    let info = [PAYLOAD, namespace];
+    let key = prk.expand(&info, &AES_256_GCM).ok()?;
+    Some(LessSafeKey::new(UnboundKey::from(key)))
 }
 
 /// Identifies a key without revealing anything of it.
@@ -82,14 +71,14 @@ fn id_of(key: &[u8]) -> [u8; 4] {
 impl PayloadCipher for AesGcm {
     fn encrypt(&self, binding: &Binding, sealed: &mut [u8]) -> bool {
         let (payload, seal) = split(sealed);
-        let Some(key) = self.keys.first() else {
+        let (Some(key), Some(id)) = (self.keys.iter().next(), self.ids.first()) else {
             return false;
         };
         if rand::fill(&mut seal[NONCE..KEY_ID]).is_err() || rand::fill(&mut seal[SALT..]).is_err() {
             return false;
         }
-        seal[KEY_ID..SALT].copy_from_slice(&key.id);
-        let Some(derived) = key.derive(&seal[SALT..], &binding.namespace) else {
+        seal[KEY_ID..SALT].copy_from_slice(id);
+        let Some(derived) = derive(key, &seal[SALT..], &binding.namespace) else {
             return false;
         };
         let aad = Aad::from(&binding.associated);
@@ -102,8 +91,9 @@ impl PayloadCipher for AesGcm {
 
     fn decrypt(&self, binding: &Binding, sealed: &mut [u8]) -> bool {
         let (payload, seal) = split(sealed);
-        let of_id = self.keys.iter().find(|key| key.id == seal[KEY_ID..SALT]);
-        let derived = of_id.and_then(|key| key.derive(&seal[SALT..], &binding.namespace));
+        let mut keys = self.keys.iter().zip(&self.ids);
+        let of_id = keys.find(|(_, id)| **id == seal[KEY_ID..SALT]);
+        let derived = of_id.and_then(|(key, _)| derive(key, &seal[SALT..], &binding.namespace));
         derived.is_some_and(|derived| {
             let (aad, tag) = (Aad::from(&binding.associated), &seal[..NONCE]);
             let opened = derived.open_in_place_separate_tag(nonce(seal), aad, tag, payload);
@@ -129,14 +119,7 @@ mod tests {
     use super::*;
 
     fn cipher(keys: &[u8]) -> AesGcm {
-        let file_key = |&byte: &u8| {
-            let bytes = crate::key_file::Key::new([byte; 32]);
-            let id = id_of(bytes.as_slice());
-            FileKey { id, bytes }
-        };
-        AesGcm {
-            keys: keys.iter().map(file_key).collect(),
-        }
+        AesGcm::new(Keys::of(keys))
     }
 
     fn binding() -> Binding {

@@ -5,16 +5,14 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, Mode, OFlags};
-use zeroize::Zeroizing;
+use undercroft_core::secret::SecretBytes;
 
 /// Bytes of a key.
 const KEY_BYTES: usize = 32;
 /// Most keys of a file.
 pub const KEYS_MAX: usize = 16;
 /// A file with more bytes is no key file.
-const FILE_BYTES_MAX: u64 = 64 << 10;
-
-pub(crate) type Key = Zeroizing<[u8; KEY_BYTES]>;
+const FILE_BYTES_MAX: usize = 64 << 10;
 
 /// Why a key file cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -68,12 +66,15 @@ pub enum KeyFileError {
     },
 }
 
-/// Keys, the key for writing first. Their bytes are never shown, and are cleared when the keys are dropped.
-pub struct Keys(Vec<Key>);
+/// Keys, the key for writing first. Their bytes are never shown, and lie in secret memory alone.
+pub struct Keys {
+    bytes: SecretBytes,
+    count: usize,
+}
 
 impl std::fmt::Debug for Keys {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} keys", self.0.len())
+        write!(f, "{} keys", self.count)
     }
 }
 
@@ -91,44 +92,81 @@ impl Keys {
         // With `NONBLOCK`, opening a pipe does not block. Links are followed: a mounted secret is a link.
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let opened = rustix::fs::open(path, flags, Mode::empty());
-        let file = File::from(opened.map_err(|errno| failed(errno.into()))?);
+        let mut file = File::from(opened.map_err(|errno| failed(errno.into()))?);
         check(path, &file, failed)?;
-        let mut bytes = Zeroizing::new(Vec::with_capacity(FILE_BYTES_MAX as usize + 1));
-        file.take(FILE_BYTES_MAX + 1)
-            .read_to_end(&mut bytes)
-            .map_err(failed)?;
-        Self::parse(&bytes).map_err(|reason| KeyFileError::Contents {
+        let mut bytes = SecretBytes::zeros(FILE_BYTES_MAX + 1).map_err(failed)?;
+        let mut len = 0;
+        loop {
+            match file.read(&mut bytes.bytes_mut()[len..]) {
+                Ok(0) => break,
+                Ok(count) => len += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(failed(error)),
+            }
+        }
+        let mut keys = Self {
+            bytes: SecretBytes::zeros(KEYS_MAX * KEY_BYTES).map_err(failed)?,
+            count: 0,
+        };
+        let parsed = keys.parse(&bytes.bytes()[..len]);
+        parsed.map_err(|reason| KeyFileError::Contents {
             path: path.to_owned(),
             reason,
-        })
+        })?;
+        Ok(keys)
     }
 
-    fn parse(bytes: &[u8]) -> Result<Self, String> {
-        if let Ok(raw) = <[u8; KEY_BYTES]>::try_from(bytes) {
-            return Ok(Self(vec![Zeroizing::new(raw)]));
+    fn parse(&mut self, bytes: &[u8]) -> Result<(), String> {
+        if bytes.len() == KEY_BYTES {
+            self.place(0).copy_from_slice(bytes);
+            self.count = 1;
+            return Ok(());
         }
-        let mut keys: Vec<Key> = Vec::new();
-        for (number, line) in (1..).zip(bytes.split(|&byte| byte == b'\n')) {
-            let line = line.trim_ascii();
-            if line.is_empty() || line.starts_with(b"#") {
-                continue;
+        let is_key = |line: &&[u8]| !line.is_empty() && !line.starts_with(b"#");
+        let lines = bytes.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii);
+        let found = lines.clone().filter(is_key).count();
+        for (number, line) in (1..).zip(lines).filter(|(_, line)| is_key(line)) {
+            // A further key is read over the last one, only to name a line that is no key.
+            let at = self.count.min(KEYS_MAX - 1);
+            if !decode(line, self.place(at)) {
+                return Err(format!("line {number} is no key"));
             }
-            let key = key_of(line).ok_or_else(|| format!("line {number} is no key"))?;
-            if keys.contains(&key) {
+            if at == self.count && self.iter().any(|key| key == self.key(at)) {
                 return Err(format!("line {number} repeats a key"));
             }
-            keys.push(key);
+            self.count = at + 1;
         }
-        match keys.len() {
+        match found {
             0 => Err("it has no key".to_owned()),
-            1..=KEYS_MAX => Ok(Self(keys)),
+            1..=KEYS_MAX => Ok(()),
             found => Err(format!("it has {found} keys, more than {KEYS_MAX}")),
         }
     }
 
+    fn place(&mut self, index: usize) -> &mut [u8] {
+        &mut self.bytes.bytes_mut()[index * KEY_BYTES..][..KEY_BYTES]
+    }
+
+    fn key(&self, index: usize) -> &[u8] {
+        &self.bytes.bytes()[index * KEY_BYTES..][..KEY_BYTES]
+    }
+
+    /// Keys of one repeated byte each.
+    #[cfg(test)]
+    pub(crate) fn of(bytes: &[u8]) -> Self {
+        let mut keys = Self {
+            bytes: SecretBytes::zeros(KEYS_MAX * KEY_BYTES).expect("memory"),
+            count: bytes.len(),
+        };
+        for (index, byte) in bytes.iter().enumerate() {
+            keys.place(index).fill(*byte);
+        }
+        keys
+    }
+
     /// The keys, the key for writing first.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Key> {
-        self.0.iter()
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &[u8]> {
+        (0..self.count).map(|index| self.key(index))
     }
 }
 
@@ -164,17 +202,18 @@ fn check(
     Ok(())
 }
 
-/// The key of 64 hexadecimal digits.
-fn key_of(line: &[u8]) -> Option<Key> {
-    if line.len() != 2 * KEY_BYTES {
-        return None;
-    }
+/// Writes the key of 64 hexadecimal digits to its place. Returns false if the line is none.
+fn decode(line: &[u8], key: &mut [u8]) -> bool {
     let digit = |byte: u8| (byte as char).to_digit(16);
-    let mut key = Key::default();
-    for (byte, pair) in key.iter_mut().zip(line.chunks_exact(2)) {
-        *byte = u8::try_from(digit(pair[0])? << 4 | digit(pair[1])?).ok()?;
-    }
-    Some(key)
+    let pairs = line.chunks_exact(2);
+    line.len() == 2 * KEY_BYTES
+        && key.iter_mut().zip(pairs).all(|(byte, pair)| {
+            let (Some(high), Some(low)) = (digit(pair[0]), digit(pair[1])) else {
+                return false;
+            };
+            *byte = (high << 4 | low) as u8;
+            true
+        })
 }
 
 #[cfg(test)]
@@ -200,10 +239,10 @@ mod tests {
     fn keys_are_raw_bytes_or_lines_of_hexadecimal_digits() {
         let raw: Vec<u8> = (0..32).collect();
         let keys = read(&raw).unwrap();
-        assert_eq!(keys.0[0].as_slice(), raw);
+        assert_eq!(keys.key(0), raw);
         let (first, second) = ("0A".repeat(32), "ff".repeat(32));
         let keys = read(format!("# new\n{first}\r\n\n  {second}").as_bytes()).unwrap();
-        let found: Vec<&[u8]> = keys.iter().map(|key| key.as_slice()).collect();
+        let found: Vec<&[u8]> = keys.iter().collect();
         assert_eq!(found, [&[10; 32][..], &[255; 32]]);
         assert_eq!(format!("{keys:?}"), "2 keys");
     }

@@ -26,6 +26,7 @@ mod pool;
 mod prefetch;
 pub mod remote;
 pub mod resolve;
+pub mod secret;
 pub mod session;
 pub mod size;
 pub mod slots;

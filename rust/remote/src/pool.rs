@@ -429,7 +429,7 @@ impl Shared {
                     None => None,
                 };
                 let body = match &object {
-                    Some(object) => Body::bytes(object),
+                    Some(object) => Body::bytes(object.bytes()),
                     None => Body::segment(&header, &self.arena, &parts),
                 };
                 let stored = self.objects.put(&path, &body, if_absent)?;

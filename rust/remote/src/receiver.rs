@@ -382,7 +382,7 @@ impl Segment<'_> {
             let (ours, rest) = first(bytes, COPIED.min(u64::from(part.len) - done));
             let count = ours.len() as u64;
             match &mut self.unsealing {
-                Some(unsealing) => self.running.update(unsealing.take(ours)),
+                Some(unsealing) => self.running.update(unsealing.take(ours)?),
                 None => {
                     // Bytes that have just arrived are in the processor's caches. Their copy bypasses the caches: it is
                     // larger than them, and this processor does not read it again soon.
@@ -425,12 +425,10 @@ impl Segment<'_> {
             let summed = self.arena.sum_cached(&mut self.running, to, count);
             return summed.map(|()| count).map_err(|_| Errno::INVAL);
         };
-        let room = unsealing.room(len as usize);
-        let count = rustix::io::pread(file, &mut *room, at);
-        let filled = count.unwrap_or(0);
-        self.running.update(&room[..filled]);
-        unsealing.cut(len as usize, filled);
-        count.map(|count| count as u64)
+        let room = unsealing.room(len as usize).map_err(|_| Errno::NOMEM)?;
+        let count = rustix::io::pread(file, room, at)?;
+        self.running.update(unsealing.fill(count));
+        Ok(count as u64)
     }
 
     /// Reads the parts, once the header is verified.

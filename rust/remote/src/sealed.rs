@@ -6,10 +6,10 @@ use std::sync::Arc;
 use undercroft_core::arena::Arena;
 use undercroft_core::checksum::checksum;
 use undercroft_core::cipher::{Binding, PayloadCipher, SEAL_BYTES, close_seal, is_intact};
-use undercroft_core::remote::segment::SEGMENT_ALIGN;
 use undercroft_core::remote::{
     ENCRYPTED_VERSION, Expected, RemoteError, RemotePart, SegmentHeader, SegmentPayload,
 };
+use undercroft_core::secret::{SecretBytes, clear};
 
 use crate::objects::{Result, StoreError};
 use crate::receiver::out_of_arena;
@@ -56,7 +56,7 @@ pub(crate) fn seal_object(
     parts: &[RemotePart],
     arena: &Arena,
     cipher: &Arc<dyn PayloadCipher>,
-) -> Result<Vec<u8>> {
+) -> Result<SecretBytes> {
     let corrupt = |why| StoreError::new(RemoteError::Corrupt, why);
     let decoded = SegmentHeader::decode(header);
     let SegmentHeader {
@@ -64,34 +64,37 @@ pub(crate) fn seal_object(
         checksums: sums,
     } = decoded.map_err(|_| corrupt("the header of a put is damaged"))?;
     let described = sealed(&plain);
-    let mut object = Vec::with_capacity(described.object_bytes() as usize);
-    object.resize(described.header_bytes() as usize, 0);
+    let mut sealed = SecretBytes::zeros(described.object_bytes() as usize).map_err(no_memory)?;
+    let object = sealed.bytes_mut();
     let mut checksums = Vec::with_capacity(parts.len());
-    for ((part, payload), &sum) in parts.iter().zip(&plain.payloads).zip(&sums) {
-        let start = object.len();
+    let payloads = parts.iter().zip(&plain.payloads).zip(described.offsets());
+    for (((part, payload), start), &sum) in payloads.zip(&sums) {
+        let len = part.len as usize;
+        let bytes = &mut object[start as usize..][..len + SEAL_BYTES];
         arena
-            .append_to(&mut object, part.arena_offset, u64::from(part.len))
+            .copy_to(part.arena_offset, &mut bytes[..len])
             .expect("parts of a put lie in the arena");
         // The checksum of the copy is compared, since the arena may change meanwhile.
-        if checksum(&object[start..]) != sum {
+        if checksum(&bytes[..len]) != sum {
             return Err(corrupt("a payload in host memory has changed"));
         }
-        object.resize(object.len() + SEAL_BYTES, 0);
-        let bytes = &mut object[start..];
         if !cipher.encrypt(&binding(&plain, path, payload), bytes) {
             return Err(RemoteError::Cipher.into());
         }
         close_seal(bytes);
         checksums.push(checksum(bytes));
-        object.resize(object.len().next_multiple_of(SEGMENT_ALIGN as usize), 0);
     }
-    let sealed = SegmentHeader {
+    let header = SegmentHeader {
         described,
         checksums,
     };
-    let head = sealed.encode_as(ENCRYPTED_VERSION);
+    let head = header.encode_as(ENCRYPTED_VERSION);
     object[..head.len()].copy_from_slice(&head);
-    Ok(object)
+    Ok(sealed)
+}
+
+fn no_memory(error: std::io::Error) -> StoreError {
+    StoreError::new(RemoteError::Unreachable, error)
 }
 
 /// Decrypts the payloads of an object that is read, one after the other.
@@ -101,8 +104,10 @@ pub(crate) struct Unsealing<'a> {
     /// The engine's description of the object.
     plain: &'a Expected,
     path: &'a str,
-    /// The encrypted payload that is arriving.
-    bytes: Vec<u8>,
+    /// Room for the largest payload, once one arrives.
+    room: Option<SecretBytes>,
+    /// Bytes of the encrypted payload that have arrived.
+    filled: usize,
 }
 
 impl<'a> Unsealing<'a> {
@@ -115,46 +120,63 @@ impl<'a> Unsealing<'a> {
             cipher,
             plain,
             path,
-            bytes: Vec::new(),
+            room: None,
+            filled: 0,
         }
     }
 
     /// Takes the next bytes. Returns the copy.
-    pub(crate) fn take(&mut self, bytes: &[u8]) -> &[u8] {
-        let start = self.bytes.len();
-        self.bytes.extend_from_slice(bytes);
-        &self.bytes[start..]
+    pub(crate) fn take(&mut self, bytes: &[u8]) -> Result<&[u8]> {
+        self.room(bytes.len())?.copy_from_slice(bytes);
+        Ok(self.fill(bytes.len()))
     }
 
-    /// Room for the next bytes. The caller must fill all of it.
-    pub(crate) fn room(&mut self, len: usize) -> &mut [u8] {
-        let start = self.bytes.len();
-        self.bytes.resize(start + len, 0);
-        &mut self.bytes[start..]
+    /// Room for the next `len` bytes of a payload.
+    pub(crate) fn room(&mut self, len: usize) -> Result<&mut [u8]> {
+        let room = match self.room.take() {
+            Some(room) => room,
+            None => {
+                let largest = self.plain.payloads.iter().map(|payload| payload.len).max();
+                let bytes = largest.unwrap_or(0) as usize + SEAL_BYTES;
+                SecretBytes::zeros(bytes).map_err(no_memory)?
+            }
+        };
+        Ok(&mut self.room.insert(room).bytes_mut()[self.filled..][..len])
     }
 
-    /// Frees the part of the room after the first `filled` bytes.
-    pub(crate) fn cut(&mut self, room: usize, filled: usize) {
-        self.bytes.truncate(self.bytes.len() - room + filled);
+    /// The first `count` bytes of the room have arrived.
+    pub(crate) fn fill(&mut self, count: usize) -> &[u8] {
+        let start = self.filled;
+        self.filled += count;
+        &self.bytes()[start..]
+    }
+
+    fn bytes(&self) -> &[u8] {
+        let room = self.room.as_ref().map_or(&[][..], SecretBytes::bytes);
+        &room[..self.filled]
     }
 
     /// The whole payload has arrived: writes it into the arena. Returns the checksum of the plain bytes.
     pub(crate) fn end(&mut self, part: RemotePart, arena: &Arena) -> Result<u64> {
         let payload = &self.plain.payloads[part.payload as usize];
-        if !is_intact(&self.bytes) {
+        if !is_intact(self.bytes()) {
             let why = "a payload does not match its seal";
             return Err(StoreError::new(RemoteError::Corrupt, why));
         }
         let binding = binding(self.plain, self.path, payload);
-        if !self.cipher.decrypt(&binding, &mut self.bytes) {
+        let (cipher, filled) = (self.cipher, std::mem::take(&mut self.filled));
+        let room = self
+            .room
+            .as_mut()
+            .map_or(&mut [][..], SecretBytes::bytes_mut);
+        let bytes = &mut room[..filled];
+        if !cipher.decrypt(&binding, bytes) {
             return Err(RemoteError::Cipher.into());
         }
-        let plain = &self.bytes[..payload.len as usize];
-        arena
-            .write(part.arena_offset, plain)
-            .map_err(out_of_arena)?;
+        let plain = &mut bytes[..payload.len as usize];
+        let written = arena.write(part.arena_offset, plain);
         let sum = checksum(plain);
-        self.bytes.clear();
-        Ok(sum)
+        clear(plain);
+        written.map(|()| sum).map_err(out_of_arena)
     }
 }

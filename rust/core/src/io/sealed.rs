@@ -9,41 +9,46 @@ use rustix::io::Errno;
 
 use super::IoFault;
 use super::fault_hook::Verdict;
-use super::operation::{AlignedBuffer, Body, Operation};
+use super::operation::{Body, Operation};
 use crate::arena::Arena;
 use crate::checksum::checksum;
 use crate::cipher::{PayloadCipher, SEAL_BYTES, close_seal, is_intact};
+use crate::secret::{SecretBytes, clear};
 
 /// Largest buffer that a thread keeps between two payloads, in bytes.
 const KEPT_BYTES: usize = 8 << 20;
 
-/// A thread's buffer for the bytes of one payload as they are in the data file.
+/// A thread's buffer for the bytes of one payload as they are in the data file. It begins at a page, as O_DIRECT needs it.
 #[derive(Debug)]
 pub(super) struct SealedBuffer {
-    bytes: AlignedBuffer,
+    /// `None` before the first payload.
+    bytes: Option<SecretBytes>,
 }
 
 impl SealedBuffer {
     pub(super) fn new() -> Self {
-        Self {
-            bytes: AlignedBuffer::zeros(0),
-        }
+        Self { bytes: None }
     }
 
-    /// The buffer, of at least `len` bytes.
-    fn of_len(&mut self, len: u32) -> &mut [u8] {
+    /// `len` bytes of the buffer.
+    fn of_len(&mut self, len: u32) -> Result<&mut [u8], IoFault> {
         let len = len as usize;
-        if self.bytes.bytes_mut().len() < len {
-            self.bytes = AlignedBuffer::zeros(len);
-        }
-        &mut self.bytes.bytes_mut()[..len]
+        let kept = self.bytes.take().filter(|kept| kept.bytes().len() >= len);
+        let bytes = match kept {
+            Some(kept) => kept,
+            None => {
+                SecretBytes::zeros(len).map_err(|_| IoFault::Os(Errno::NOMEM.raw_os_error()))?
+            }
+        };
+        Ok(&mut self.bytes.insert(bytes).bytes_mut()[..len])
     }
 
     /// Frees the memory of an unusually large payload.
     fn shrink(&mut self) {
-        if self.bytes.bytes_mut().len() > KEPT_BYTES {
-            *self = Self::new();
-        }
+        self.bytes = self
+            .bytes
+            .take()
+            .filter(|kept| kept.bytes().len() <= KEPT_BYTES);
     }
 }
 
@@ -64,7 +69,7 @@ pub(super) fn carry_out(
     else {
         return Err(IoFault::Os(Errno::INVAL.raw_os_error()));
     };
-    let bytes = buffer.of_len(operation.len);
+    let bytes = buffer.of_len(operation.len)?;
     let payload = 0..payload_len as usize;
     let sealed = 0..payload.end + SEAL_BYTES;
     // The range was checked when the request came.
@@ -77,15 +82,18 @@ pub(super) fn carry_out(
         if !cipher.decrypt(binding, &mut bytes[sealed]) {
             return Err(IoFault::Cipher);
         }
-        let plain = &bytes[payload];
+        let plain = &mut bytes[payload];
         let copied = arena.write(arena_offset, plain).map_err(outside);
-        copied.map(|()| checksum(plain))
+        let sum = checksum(plain);
+        clear(plain);
+        copied.map(|()| sum)
     } else {
         let plain = &mut bytes[payload];
         arena.copy_to(arena_offset, plain).map_err(outside)?;
         // Sums the copy, since the arena may change meanwhile.
         let sum = checksum(plain);
         if !cipher.encrypt(binding, &mut bytes[sealed.clone()]) {
+            clear(bytes);
             return Err(IoFault::Cipher);
         }
         close_seal(&mut bytes[sealed.clone()]);

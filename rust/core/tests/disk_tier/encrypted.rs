@@ -24,7 +24,7 @@ fn cipher(keys: &[u8]) -> Arc<dyn PayloadCipher> {
         .map(|key| format!("{key:02x}").repeat(32) + "\n");
     fs::write(&path, lines.collect::<String>()).unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
-    Arc::new(AesGcm::new(&Keys::read(&path).unwrap()))
+    Arc::new(AesGcm::new(Keys::read(&path).unwrap()))
 }
 
 fn start(dirs: &[PathBuf], keys: &[u8]) -> Rig {

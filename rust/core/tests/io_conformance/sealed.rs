@@ -24,7 +24,7 @@ fn cipher(key: u8) -> Arc<dyn PayloadCipher> {
     let path = dir.path().join("key");
     std::fs::write(&path, [key; 32]).unwrap();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
-    Arc::new(AesGcm::new(&Keys::read(&path).unwrap()))
+    Arc::new(AesGcm::new(Keys::read(&path).unwrap()))
 }
 
 fn rig_with(hook: impl FaultHook, key: u8) -> Rig {

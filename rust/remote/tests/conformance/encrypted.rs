@@ -23,7 +23,7 @@ fn cipher(keys: &[u8]) -> Arc<dyn PayloadCipher> {
         .map(|key| format!("{key:02x}").repeat(32) + "\n");
     std::fs::write(&path, lines.collect::<String>()).unwrap();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
-    Arc::new(AesGcm::new(&Keys::read(&path).unwrap()))
+    Arc::new(AesGcm::new(Keys::read(&path).unwrap()))
 }
 
 /// A host whose store is the directory. Without keys, the host does not encrypt.
