@@ -170,8 +170,8 @@ class Engine:
         ``min_load_tokens``, ``load_margin``, ``eviction_policy``, ``disk_admission``,
         ``disk_write_rate`` (bytes per second), ``disk_ttl`` (seconds), ``remote`` (URL), ``remote_object`` (bytes),
         ``remote_write``,
-        ``remote_write_rate`` (bytes per second), ``remote_ttl`` (seconds), ``verify_host``, ``inject_faults`` (see
-        `limit_reads`),
+        ``remote_write_rate`` (bytes per second), ``remote_ttl`` (seconds), ``remote_any_owner``, ``verify_host``,
+        ``inject_faults`` (see `limit_reads`),
         ``socket_dir``, ``socket`` (the socket's path, instead of a path in ``socket_dir``), and ``share`` (if a
         directory is in use by another engine of this user, use that engine, and take the directories over when it
         ends). With ``server`` the engine's own options have no effect.
@@ -576,6 +576,7 @@ def remote_gc(
     max_age: int | None = None,
     min_age: int = 60,
     dry_run: bool = False,
+    any_owner: bool = False,
 ) -> dict[str, Any]:
     """Remove old objects from a remote store; ages are in seconds. ``progress([done, total])`` is called now and then.
 
@@ -583,23 +584,28 @@ def remote_gc(
     excess_bytes, oldest_s, dry_run, seconds. Raises ConfigError, UndercroftError.
     """
 
-def remote_contents(url: str) -> dict[str, Any]:
+def remote_contents(url: str, *, any_owner: bool = False) -> dict[str, Any]:
     """The contents of a remote store. Changes no object.
 
     Keys: objects, bytes, other_objects, namespaces (a list of digest, description, objects, bytes, oldest_s, newest_s).
     Raises ConfigError, UndercroftError.
     """
 
-def remote_examine(url: str) -> str | None:
+def remote_examine(url: str, *, any_owner: bool = False) -> str | None:
     """Why an engine could not use a remote store now, for people; None if it probably could. Sends no request, and
     makes no directory. Raises ConfigError if the engine would refuse to start."""
 
-def remote_check(url: str) -> list[dict[str, str]]:
+def remote_check(url: str, *, any_owner: bool = False) -> list[dict[str, str]]:
     """Check a remote store. Each finding has name, status ("ok", "warn" or "fail"), found and advice. Raises
     ConfigError."""
 
 def remote_measure(
-    url: str, sizes: list[int], total: int, progress: Callable[[dict[str, Any]], object]
+    url: str,
+    sizes: list[int],
+    total: int,
+    progress: Callable[[dict[str, Any]], object],
+    *,
+    any_owner: bool = False,
 ) -> dict[str, Any]:
     """Measure the speeds of a remote store, with about ``total`` bytes of objects of each size.
 

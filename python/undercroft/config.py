@@ -249,6 +249,13 @@ class UndercroftConfig:
         "renews it when half of this time has passed; `undercroft remote gc` removes the old ones.",
         duration(60), str, "engine",
     )]
+    remote_any_owner: Annotated[bool, Option(
+        "true or false", False, "true or false",
+        "Use a directory as the remote store although it, or objects in it, belong to other users, or group and others "
+        "may write there. For file systems that change owners, such as NFS that squashes ids: whoever may write there "
+        "chooses the bytes of hits.",
+        boolean, text_bool, "engine",
+    )]
     verify_host: Annotated[bool, Option(
         "true or false", False, "true or false",
         "Compare the checksums of blocks in host memory before each hit, besides the comparison on their way to disk.",

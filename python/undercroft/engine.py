@@ -99,7 +99,8 @@ def start_line(
     if not info.get("disks"):
         parts.append("no disk tier")
     if info.get("remote"):
-        parts.append(f"remote {info['remote']['url']}")
+        exposure = info["remote"].get("exposure")
+        parts.append(f"remote {info['remote']['url']}" + (f" (warning: {exposure})" if exposure else ""))
     if tokens_in is not None and index_bytes is not None:
         tiers = [info["host_memory"], *(disk["capacity"] for disk in info.get("disks", ()) if "capacity" in disk)]
         parts.append(f"index up to {format_size(sum(index_bytes(tokens_in(tier)) for tier in tiers))}")

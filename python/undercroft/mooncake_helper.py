@@ -32,6 +32,8 @@ BATCH_BYTES = 32 << 20
 CLOSE_LIMIT_S = 2.0
 ADMIN_LIMIT_S = 5.0
 CONNECT_LIMIT_S = 1.0
+ADMIN_BYTES = 16 << 20
+"""Most bytes of an answer of the metrics port. The longest has the names of all objects."""
 
 # Values of Mooncake's ErrorCode.
 NO_SPACE = -200
@@ -55,6 +57,16 @@ WORDS = {
 }
 SETTLED = {NO_SPACE, NOT_READY, NOT_FOUND, LEASE_EXPIRED, REPLICA_NOT_FOUND, REPLICA_GONE, RPC_FAILED, RPC_LATE}
 """Codes of requests without a transfer, or whose transfer has ended. After other codes a transfer may still run."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Makes each redirect an error: a store would choose where this host sends its requests."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Name no other address."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 class OperationError(Exception):
@@ -209,8 +221,11 @@ class Helper:
 
     def _ask_admin(self, page: str) -> str:
         try:
-            with urllib.request.urlopen(f"http://{self._admin}/{page}", timeout=ADMIN_LIMIT_S) as answer:
-                return str(answer.read(), "utf-8")
+            with _OPENER.open(f"http://{self._admin}/{page}", timeout=ADMIN_LIMIT_S) as answer:
+                text = answer.read(ADMIN_BYTES + 1)
+                if len(text) > ADMIN_BYTES:
+                    raise OSError(f"an answer of more than {ADMIN_BYTES >> 20} MiB")
+                return str(text, "utf-8", "replace")
         except OSError as error:
             raise OperationError(
                 "unreachable", f"mooncake_master at http://{self._admin}: {error}; the parameter admin has its address"

@@ -131,6 +131,7 @@ BAD = {
     "remote_write": ["some", None, 1],
     "remote_write_rate": ["fast", -1, "10%"],
     "remote_ttl": ["59s", 0, "3w", "36526d", -1, "", None, True],
+    "remote_any_owner": [1, "yes", None],
     "reset_with_prefix_cache": [1, "no", None],
     "share_weight_versions": [1, "no", None],
     "shadow": ["lots", 0, ["1GiB", "0"], ["1GiB"] * 5, None],

@@ -7,7 +7,8 @@ import queue
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,28 @@ def test_large_objects_do_not_wait_for_many_others(sizes, counts):
         requests.put({} if size is None else {"bytes": size})
     assert [len(next_batch(requests)) for _ in counts] == counts
     assert requests.empty()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"HTTP/1.1 307 x\r\nlocation: http://127.0.0.1:1/stolen\r\ncontent-length: 0\r\n\r\n", "307"),
+        (b"HTTP/1.1 200 x\r\n\r\n" + b"name\n" * (4 << 20), "more than 16 MiB"),
+    ],
+    ids=("redirect", "endless"),
+)
+def test_a_list_that_is_a_redirect_or_has_no_end_is_an_error(tmp_path, answer, words):
+    with socket.create_server(("127.0.0.1", 0)) as admin:
+
+        def serve():
+            client, _ = admin.accept()
+            with client, suppress(OSError):
+                client.recv(1 << 16)
+                client.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with helper(tmp_path, admin=f"127.0.0.1:{admin.getsockname()[1]}") as (ask, _, _, _):
+            assert ask() == {"id": 0}
+            failed = ask({"id": 1, "op": "list", "prefix": ""})
+            assert failed["error"] == "unreachable"
+            assert words in failed["detail"]

@@ -134,12 +134,75 @@ def test_doctor_looks_at_the_store(capsys: pytest.CaptureFixture[str], remote: P
     assert unreachable.advice
 
 
+def foreign(remote: Path) -> str:
+    """Lets others write the directory. Returns the words of a message about it."""
+    remote.chmod(0o777)
+    if os.geteuid() != 0:
+        return f"{remote} has mode 0777, with which others can write it"
+    os.chown(remote, 65_534, -1)
+    return f"{remote} belongs to uid 65534, this process runs as uid 0"
+
+
+def test_a_directory_that_others_may_write_is_refused_with_its_path_and_the_remedy(
+    capsys: pytest.CaptureFixture[str], remote: Path
+) -> None:
+    from undercroft import _core
+    from undercroft.cli.doctor import _remote_checks
+
+    put(remote, 1)
+    url = f"file://{remote}"
+    words = foreign(remote)
+    [refused] = _remote_checks(url)
+    assert (refused.status, words in refused.found) == ("fail", True), refused.found
+    assert "chown" in refused.advice and "remote_any_owner" in refused.advice
+    assert words in _core.remote_examine(url)
+    commands = (["inspect", url], ["remote", "gc", url, "--max-bytes", "1"])
+    for command in commands:
+        code, _, err = run(capsys, *command)
+        assert (code, words in err, "remote_any_owner" in err) == (1, True, True), err
+    assert {check.status for check in _remote_checks(url, any_owner=True)} == {"ok"}
+    assert _core.remote_examine(url, any_owner=True) is None
+    assert printed(capsys, "inspect", url, "--remote-any-owner")["objects"] == 1
+    gone = printed(capsys, *commands[1], "--remote-any-owner")
+    assert gone["removed_objects"] == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "words"),
+    [
+        ("redis://192.0.2.1:1/0", {}, "redis://192.0.2.1:1/0: the password and the blocks are not encrypted"),
+        (
+            "s3://bucket/p",
+            {"AWS_ENDPOINT_URL": "http://192.0.2.1:1", "AWS_ALLOW_HTTP": "true"},
+            'AWS_ENDPOINT_URL is "http://192.0.2.1:1": tokens and blocks are not encrypted',
+        ),
+    ],
+)
+def test_requests_without_encryption_are_told_at_the_start(url: str, variables: dict[str, str], words: str) -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    program = (
+        "from undercroft import _core\nfrom undercroft.engine import start_line\n"
+        f"engine = _core.Engine({{'host_memory': 1 << 24, 'disks': [], 'remote': {url!r}, 'socket_dir': ''}})\n"
+        "print(start_line(engine.info(), 'x'))"
+    )
+    environment = {**os.environ, **keys, **variables}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert words in done.stdout, done.stdout + done.stderr
+
+
+def test_a_setting_that_accepts_any_certificate_is_refused() -> None:
+    program = "from undercroft import _core\nprint(_core.remote_examine('s3://bucket/p'))"
+    environment = {**os.environ, "AWS_ALLOW_INVALID_CERTIFICATES": "true"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert 'AWS_ALLOW_INVALID_CERTIFICATES is "true"' in done.stdout and "SSL_CERT_FILE" in done.stdout, done.stdout
+
+
 NEVER_ENDS = """
 import ctypes, sys
 from undercroft import _core
 from undercroft.cli import main
 
-def never(*_):
+def never(*_, **__):
     mutex, lock = (ctypes.c_char * 64)(), ctypes.CDLL(None).pthread_mutex_lock
     lock(mutex)
     print("asked", flush=True)

@@ -75,6 +75,15 @@ def url(text: str) -> str:
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
+def add_owner(parser: argparse.ArgumentParser) -> None:
+    """Add the option of a remote store that a command opens itself."""
+    parser.add_argument(
+        "--remote-any-owner",
+        action="store_true",
+        help="as the option remote_any_owner: use a directory that belongs to other users, or that they may write",
+    )
+
+
 def add_engine(parser: argparse.ArgumentParser, path: Callable[[str], str]) -> None:
     """Add the arguments that select a running engine."""
     place = parser.add_mutually_exclusive_group()

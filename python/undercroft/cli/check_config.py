@@ -92,7 +92,8 @@ def report(config: UndercroftConfig, extra: Mapping[str, Any]) -> dict[str, Any]
             warnings.append(f"{error}; vLLM starts without the server, and connects when it is there")
         return found | {"server": config.server}
     options = engine_options(config)
-    if config.remote and (reason := _core.remote_examine(config.remote)):
+    examined = config.remote and _core.remote_examine(config.remote, any_owner=config.remote_any_owner)
+    if reason := examined:
         warnings.append(f"{reason}; vLLM starts all the same, and does not use the store until this is mended")
     disks = _core.examine(options)
     for disk in disks:

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from undercroft import descriptions
-from undercroft.cli import inspect_remote, output
+from undercroft.cli import arguments, inspect_remote, output
 from undercroft.cli.output import say
 from undercroft.connector.releases import release_of
 from undercroft.connector.weights import SAMPLED, Digests, digests_file, model_place, weights_digest
@@ -49,6 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         metavar="PATH",
         help="a model's directory, or its name in Hugging Face's cache, whose weights \"found\" compares",
     )
+    arguments.add_owner(parser)
     parser.set_defaults(run=run)
 
 

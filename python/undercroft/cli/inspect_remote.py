@@ -19,7 +19,9 @@ def run(args: argparse.Namespace) -> int:
     for name in ("verify", "drop", "diff", "model"):
         if getattr(args, name):
             raise ConfigError(f"--{name} is for a directory of the disk tier, not for a remote store")
-    found: dict[str, Any] = waiting.until_interrupted(lambda: _core.remote_contents(args.directory))
+    found: dict[str, Any] = waiting.until_interrupted(
+        lambda: _core.remote_contents(args.directory, any_owner=args.remote_any_owner)
+    )
     for space in found["namespaces"]:
         text = space["description"]
         space["description"] = descriptions.parsed(text) or text if text is not None else None

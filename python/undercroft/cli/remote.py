@@ -40,6 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         help="remove objects that no host has used for this time, such as 3d",
     )
     gc.add_argument("--dry-run", action="store_true", help="only report the objects that would be removed")
+    arguments.add_owner(gc)
     gc.set_defaults(run=run)
 
 
@@ -56,7 +57,12 @@ def run(args: argparse.Namespace) -> int:
             bar.update(counts[0] - bar.n)
 
         report = _core.remote_gc(
-            args.url, progress, max_bytes=args.max_bytes, max_age=args.max_age, dry_run=args.dry_run
+            args.url,
+            progress,
+            max_bytes=args.max_bytes,
+            max_age=args.max_age,
+            dry_run=args.dry_run,
+            any_owner=args.remote_any_owner,
         )
     if args.json:
         output.print_json(report)

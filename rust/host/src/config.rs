@@ -116,6 +116,8 @@ pub struct HostConfig {
     pub remote_write_rate: Option<u64>,
     /// Seconds for which an object is kept after its last use; by default three days.
     pub remote_ttl: Option<u64>,
+    /// Whether a remote store's directory and its objects may belong to other users.
+    pub remote_any_owner: bool,
     /// Compare the checksums of blocks in host memory before each hit.
     pub verify_host: bool,
     /// For benchmarks: [`crate::EngineHost::limit_reads`] can make the disks slow, or make them hang.
@@ -196,7 +198,7 @@ impl HostConfig {
                     .to_owned(),
             ));
         }
-        Ok(Some(Arc::new(AesGcm::new(&Keys::read(&self.key_file)?))))
+        Ok(Some(Arc::new(AesGcm::new(Keys::read(&self.key_file)?))))
     }
 
     /// The location of the remote store; `None` without a remote store.
@@ -219,6 +221,7 @@ impl HostConfig {
                 RemoteWrite::None => None,
                 _ => self.remote_write_rate.or(defaults.renew_rate),
             },
+            any_owner: self.remote_any_owner,
         }
     }
 

@@ -68,6 +68,7 @@ impl RemoteTier {
             "health": health,
             "fault": fault,
             "advice": remedy,
+            "exposure": self.objects.exposure(),
         })
     }
 

@@ -109,6 +109,10 @@ pub fn check(objects: &dyn Objects) -> Vec<Finding> {
             "",
         )),
     }
+    found.extend(objects.exposure().map(|text| {
+        let advice = "use https:// or rediss://, or keep the store in a network that you trust";
+        Finding::new("remote transport", Status::Warn, text, advice)
+    }));
     found.extend(objects.advice());
     found
 }

@@ -23,10 +23,11 @@ use crate::location::{Location, LocationError};
 use crate::objects::{Entry, Objects, Result, StoreError};
 use crate::receiver::Receiver;
 use crate::redact::redacted;
-use client::{CLOCK, CLOCK_WORDS, ROLES, client, credentials, reach};
+use client::{CLOCK, CLOCK_WORDS, Client, ROLES, client, credentials, reach};
 
 mod client;
 mod endpoint;
+mod http;
 mod profile;
 
 /// Most calls at a time: this many gets of 16 MiB fill a fast network, and more do not make a slow network faster.
@@ -38,6 +39,10 @@ const THREADS: usize = 2;
 
 /// A call is late after this time without a byte.
 const STALL: Duration = Duration::from_secs(1);
+/// A get ends within this time and the time of its bytes at this rate in bytes a second: a server that sends a byte now and
+/// then is never without one.
+const GET_LIMIT: Duration = Duration::from_secs(5);
+const GET_RATE: u64 = 1 << 20;
 /// A put ends within this time and the time of its bytes at this rate in bytes a second.
 const PUT_LIMIT: Duration = Duration::from_secs(5);
 const PUT_RATE: u64 = 4 << 20;
@@ -54,6 +59,7 @@ pub(crate) struct CloudStore {
     credentials: &'static str,
     /// The remedy if the store cannot be reached.
     reach: &'static str,
+    exposure: Option<String>,
     store: Arc<dyn ObjectStore>,
     prefix: String,
     renew_after: Duration,
@@ -67,7 +73,11 @@ impl CloudStore {
         location: &Location,
         options: Options,
     ) -> std::result::Result<Self, LocationError> {
-        let (name, store) = client(location)?;
+        let Client {
+            name,
+            store,
+            exposure,
+        } = client(location)?;
         let runtime = Builder::new_multi_thread()
             .worker_threads(THREADS)
             .thread_name("undercroft-http")
@@ -78,6 +88,7 @@ impl CloudStore {
             name,
             credentials: credentials(location.scheme),
             reach: reach(location.scheme),
+            exposure,
             store,
             prefix: location.path.clone(),
             renew_after: options.ttl / 2,
@@ -131,12 +142,18 @@ impl CloudStore {
             range: range.clone(),
             ..GetOptions::default()
         };
+        let limit = GET_LIMIT + Duration::from_secs(receiver.wanted() / GET_RATE);
+        let end = tokio::time::Instant::now() + limit;
         let found = again(STALL, || self.store.get_opts(path, options())).await?;
         if receiver.wants_all() && self.renews(found.meta.last_modified.into()) {
             receiver.keep();
         }
         let mut stream = found.into_stream();
         while let Some(bytes) = within(STALL, stream.next()).await? {
+            if tokio::time::Instant::now() > end {
+                let detail = format!("the object takes longer than {} s", limit.as_secs());
+                return Err(StoreError::new(RemoteError::Late, detail));
+            }
             receiver.take(&bytes.map_err(store_error)?)?;
         }
         Ok(())
@@ -315,6 +332,10 @@ impl Objects for CloudStore {
                 skew
             }))
         })
+    }
+
+    fn exposure(&self) -> Option<String> {
+        self.exposure.clone()
     }
 
     fn renews(&self, modified: SystemTime) -> bool {

@@ -2,7 +2,8 @@
 //!
 //! An object is a file of mode 0600. It is written under a temporary name in its directory, made durable, and renamed.
 //! A full or failing file system reports an error at the latest when the file is made durable. No symbolic link below
-//! the directory is followed.
+//! the directory is followed. Each opened directory and object belongs to this user or root, and nobody else may write
+//! it: whoever can write there chooses the bytes of hits.
 
 use std::ffi::OsStr;
 use std::io::ErrorKind;
@@ -38,6 +39,12 @@ const NO_PARENT: &str =
     "its parent directory does not exist; mount the file system, or make the directory";
 const MOUNT: &str = "check the path, and that its file system is mounted";
 
+const OTHERS: &str = "use a directory of this process's user that group and others cannot write: chown it, and chmod go-w; if \
+     the file system itself changes owners, such as NFS that squashes ids, set remote_any_owner";
+
+/// Most directories inside each other that are searched for objects: more than objects have.
+const DEPTH: usize = 16;
+
 const DIRECTORY: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::CLOEXEC)
@@ -53,6 +60,8 @@ pub(crate) struct DirectoryStore {
     renew_after: Duration,
     /// Whether this host makes objects new at all.
     renews: bool,
+    /// Whether directories and objects may belong to other users, or be written by them.
+    any_owner: bool,
     /// Makes temporary names unique in this process and among processes.
     names: (u64, AtomicU64),
 }
@@ -78,6 +87,7 @@ impl DirectoryStore {
             is_made: AtomicBool::new(false),
             renew_after: options.ttl / 2,
             renews: options.renew_rate.is_some(),
+            any_owner: options.any_owner,
             names: (random(), AtomicU64::new(0)),
         }
     }
@@ -119,7 +129,8 @@ impl DirectoryStore {
         let top = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let opened = rustix::fs::openat(CWD, &self.path, top, Mode::empty());
         let mut at = opened.map_err(|errno| self.error(errno))?;
-        for name in below.split('/').filter(|name| !name.is_empty()) {
+        self.check_directory(&at, "", 0)?;
+        for (depth, name) in (1..).zip(below.split('/').filter(|name| !name.is_empty())) {
             assert!(is_plain(name), "a directory of objects: {below}");
             let found = rustix::fs::openat(&at, name, DIRECTORY, Mode::empty());
             at = match found {
@@ -133,8 +144,25 @@ impl DirectoryStore {
                 }
                 found => found.map_err(os_error)?,
             };
+            self.check_directory(&at, below, depth)?;
         }
         Ok(at)
+    }
+
+    /// Whether nobody else can write the directory that is the `depth`-th on the way to `below`.
+    fn check_directory(&self, at: &OwnedFd, below: &str, depth: usize) -> Result<()> {
+        let found = rustix::fs::fstat(at).map_err(os_error)?;
+        match foreign(&found) {
+            Some(why) if !self.any_owner => {
+                let names = below.split('/').filter(|name| !name.is_empty());
+                let path = names
+                    .take(depth)
+                    .fold(self.path.clone(), |path, name| path.join(name));
+                let detail = format!("{} {why}", path.display());
+                Err(StoreError::new(RemoteError::Denied, detail).or_advice(OTHERS))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// An error of the directory itself: it is missing as long as its file system is not mounted.
@@ -243,6 +271,8 @@ impl DirectoryStore {
         let at = match self.directory(below, false) {
             // The directory was removed meanwhile.
             Err(error) if error.kind == RemoteError::NotFound => return Ok(true),
+            // A directory of another user, beside undercroft's.
+            Err(error) if !below.is_empty() && error.advice == Some(OTHERS) => return Ok(true),
             at => at?,
         };
         for entry in Dir::read_from(&at).map_err(os_error)? {
@@ -262,7 +292,8 @@ impl DirectoryStore {
             let go_on = match name {
                 "." | ".." => true,
                 _ if is_directory && is_plain(name) => {
-                    !enters(&path) || self.walk(&path, enters, each)?
+                    let is_deep = path.split('/').count() >= DEPTH;
+                    is_deep || !enters(&path) || self.walk(&path, enters, each)?
                 }
                 _ if is_file(&found) => each(&at, name, &path, &found)?,
                 _ => true,
@@ -324,6 +355,13 @@ impl Objects for DirectoryStore {
         let found = rustix::fs::fstat(&file).map_err(os_error)?;
         if !is_file(&found) {
             return Err(StoreError::new(RemoteError::Corrupt, "not a regular file"));
+        }
+        // Nobody else can write the directory: somebody could once, or this user has moved the file here.
+        if let Some(why) = foreign(&found).filter(|_| !self.any_owner) {
+            return Err(StoreError::new(
+                RemoteError::Corrupt,
+                format!("the object {why}"),
+            ));
         }
         receiver.take_file(file.as_fd())?;
         if receiver.wants_all() && self.renews(modified(&found)) {
@@ -440,7 +478,10 @@ impl Objects for DirectoryStore {
 }
 
 /// Whether [`DirectoryStore::open`] would succeed. Makes no directory.
-pub(crate) fn examine(location: &Location) -> std::result::Result<(), LocationError> {
+pub(crate) fn examine(
+    location: &Location,
+    options: Options,
+) -> std::result::Result<(), LocationError> {
     let path = PathBuf::from(&location.path);
     let is_missing = |path: &Path| matches!(std::fs::metadata(path), Err(error) if error.kind() == ErrorKind::NotFound);
     if std::fs::metadata(&path).is_ok_and(|found| !found.is_dir()) {
@@ -449,7 +490,26 @@ pub(crate) fn examine(location: &Location) -> std::result::Result<(), LocationEr
     if is_missing(&path) && path.parent().is_some_and(is_missing) {
         return Err(location.refused(NO_PARENT));
     }
-    Ok(())
+    let why = rustix::fs::stat(&path)
+        .ok()
+        .and_then(|found| foreign(&found));
+    match why.filter(|_| !options.any_owner) {
+        Some(why) => Err(location.refused(format_args!("{} {why}; {OTHERS}", path.display()))),
+        None => Ok(()),
+    }
+}
+
+/// How another user may write a directory or a file: root may anyway.
+fn foreign(found: &Stat) -> Option<String> {
+    let uid = rustix::process::geteuid().as_raw();
+    let mode = found.st_mode & 0o7777;
+    if found.st_uid != uid && found.st_uid != 0 {
+        return Some(format!(
+            "belongs to uid {}, this process runs as uid {uid}",
+            found.st_uid
+        ));
+    }
+    (mode & 0o022 != 0).then(|| format!("has mode {mode:04o}, with which others can write it"))
 }
 
 /// `to - from` in seconds.

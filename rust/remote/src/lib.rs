@@ -47,6 +47,9 @@ pub struct Options {
     /// Most bytes a second of old objects that are put again because they were read; 0 for no limit. `None` if this
     /// host only reads: then no object becomes new in any store.
     pub renew_rate: Option<u64>,
+    /// Whether the directory, its directories and its objects may belong to other users, or be written by them
+    /// (`remote_any_owner`). Stores of other kinds have no owners.
+    pub any_owner: bool,
 }
 
 impl Default for Options {
@@ -54,6 +57,7 @@ impl Default for Options {
         Self {
             ttl: Duration::from_secs(3 * 24 * 3600),
             renew_rate: Some(RemoteConfig::default().write_rate),
+            any_owner: false,
         }
     }
 }
@@ -99,10 +103,13 @@ pub fn open_for_engine(
 ///
 /// # Errors
 /// The errors of [`open_for_engine`].
-pub fn examine(location: &Location) -> std::result::Result<Option<LocationError>, LocationError> {
+pub fn examine(
+    location: &Location,
+    options: Options,
+) -> std::result::Result<Option<LocationError>, LocationError> {
     let found = match location.scheme {
-        Scheme::File => directory::examine(location),
-        _ => open(location, Options::default()).map(drop),
+        Scheme::File => directory::examine(location, options),
+        _ => open(location, options).map(drop),
     };
     match found {
         Err(error) if !is_supported(location.scheme) => Err(error),

@@ -229,6 +229,13 @@ pub(crate) fn host_and_port(text: &str, port: u16) -> Result<(String, u16), &'st
     }
 }
 
+/// Whether a host is this machine, by its name or address.
+#[cfg(any(feature = "s3", feature = "redis"))]
+pub(crate) fn is_this_machine(host: &str) -> bool {
+    let address = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>();
+    host == "localhost" || address.is_ok_and(|address| address.is_loopback())
+}
+
 fn directory(rest: &str) -> Result<Location, &'static str> {
     let path = rest.strip_prefix("localhost").unwrap_or(rest);
     if !path.starts_with('/') || path.contains('\0') {

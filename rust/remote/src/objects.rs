@@ -161,6 +161,12 @@ pub trait Objects: Send + Sync + std::fmt::Debug {
         None
     }
 
+    /// Why others on the network may read the requests and the blocks; `None` if they are encrypted or stay on this
+    /// machine.
+    fn exposure(&self) -> Option<String> {
+        None
+    }
+
     /// Findings on the store's settings.
     fn advice(&self) -> Vec<Finding> {
         Vec::new()

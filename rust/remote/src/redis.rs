@@ -3,24 +3,27 @@
 //!
 //! User and password come from the environment (`REDIS_USERNAME`, `REDIS_PASSWORD`) or a file (`REDIS_PASSWORD_FILE`).
 
+mod connection;
 mod servers;
 mod slots;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use redis::{
-    ErrorKind, ExistenceCheck, FromRedisValue, RedisConnectionInfo, RedisError, ServerErrorKind,
-    SetExpiry, SetOptions, Value,
+    ErrorKind, ExistenceCheck, FromRedisValue, RedisError, ServerErrorKind, SetExpiry, SetOptions,
+    Value,
 };
 use undercroft_core::remote::RemoteError;
+use undercroft_core::remote::segment::SEGMENT_ALIGN;
 
 use crate::Options;
 use crate::body::Body;
 use crate::check::{Finding, Status};
 use crate::directory::seconds_between;
-use crate::location::{Location, LocationError, Scheme};
+use crate::location::{Location, LocationError, Scheme, is_this_machine};
 use crate::objects::{Entry, Objects, Result, StoreError};
 use crate::receiver::Receiver;
+use connection::{Access, LIST, SHORT, TOO_LONG};
 use servers::{Address, Keyed, STALL, Servers};
 
 /// Most calls at a time. A server carries out one command at a time, so more connections only share its network.
@@ -35,6 +38,7 @@ pub(crate) struct RedisStore {
     ttl: Duration,
     /// Whether a read renews an object's time to live.
     renews: bool,
+    exposure: Option<String>,
 }
 
 impl std::fmt::Debug for RedisStore {
@@ -51,20 +55,29 @@ impl RedisStore {
         options: Options,
     ) -> std::result::Result<Self, LocationError> {
         let place = (location.redis()).map_err(|error| location.refused(error))?;
-        let mut settings = RedisConnectionInfo::default().set_db(place.database);
-        if let Ok(name) = std::env::var("REDIS_USERNAME") {
-            settings = settings.set_username(name);
-        }
-        if let Some(password) = password(location)? {
-            settings = settings.set_password(password);
-        }
-        let is_tls = location.scheme == Scheme::Rediss;
-        let servers = Servers::new(place.servers, is_tls, settings);
+        let tls = match location.scheme {
+            Scheme::Rediss => Some(connection::tls().map_err(|error| location.refused(error))?),
+            _ => None,
+        };
+        let is_local = |(host, _): &Address| is_this_machine(host);
+        let exposure = match &tls {
+            None if !place.servers.iter().all(is_local) => Some(format!(
+                "{location}: the password and the blocks are not encrypted on the network"
+            )),
+            _ => None,
+        };
+        let access = Access {
+            username: std::env::var("REDIS_USERNAME").ok(),
+            password: password(location)?,
+            database: place.database,
+            tls,
+        };
         Ok(Self {
-            servers: servers.map_err(|error| location.refused(error))?,
+            servers: Servers::new(place.servers, access),
             prefix: place.prefix,
             ttl: options.ttl.max(Duration::from_secs(1)),
             renews: options.renew_rate.is_some(),
+            exposure,
         })
     }
 
@@ -75,7 +88,7 @@ impl RedisStore {
     /// A finding on a server's memory; `None` if the server's operator has forbidden the question.
     fn memory(&self, server: &Address) -> Option<Finding> {
         let asked = redis::cmd("INFO").arg("memory").take();
-        let answer = self.servers.ask_one(server, &[&asked]).ok()?.pop()?;
+        let answer = self.servers.ask_one(server, &[&asked], SHORT).ok()?.pop()?;
         let info: redis::InfoDict = value(answer).ok()?;
         let (name, status) = ("remote memory", Status::Warn);
         let most: u64 = info.get("maxmemory").unwrap_or(0);
@@ -105,7 +118,7 @@ impl RedisStore {
             let mut scan = redis::cmd("SCAN");
             scan.arg(cursor).arg("MATCH").arg(pattern);
             scan.arg("COUNT").arg(LISTED);
-            let answer = self.servers.ask_one(server, &[&scan])?.pop();
+            let answer = self.servers.ask_one(server, &[&scan], LIST)?.pop();
             let (next, keys): (u64, Vec<String>) = value(answer.unwrap_or(Value::Nil))?;
             let asked = keys.iter().flat_map(|key| {
                 ["STRLEN", "TTL"].map(|name| Keyed::new(key, redis::cmd(name).arg(key).take()))
@@ -113,7 +126,7 @@ impl RedisStore {
             let asked: Vec<Keyed> = asked.collect();
             let found = match asked.is_empty() {
                 true => Vec::new(),
-                false => self.servers.ask(&asked)?,
+                false => self.servers.ask(&asked, LIST)?,
             };
             let found: Vec<i64> = found.into_iter().map(value).collect::<Result<_>>()?;
             for (key, of_key) in keys.iter().zip(found.chunks(2)) {
@@ -150,7 +163,7 @@ impl Objects for RedisStore {
             let key = self.key(path);
             Keyed::new(&key, redis::cmd("EXISTS").arg(&key).take())
         });
-        let found = self.servers.ask(&asked.collect::<Vec<_>>())?;
+        let found = self.servers.ask(&asked.collect::<Vec<_>>(), SHORT)?;
         let bits = found.into_iter().enumerate();
         bits.map(|(index, found)| Ok(u64::from(value::<bool>(found)?) << index))
             .try_fold(0, |all, bit: Result<u64>| Ok(all | bit?))
@@ -177,7 +190,13 @@ impl Objects for RedisStore {
             false => redis::cmd("EXISTS").arg(&key).take(),
         };
         let asked = [read, second].map(|command| Keyed::new(&key, command));
-        let mut answers = self.servers.ask(&asked)?;
+        // A whole object ends with zeros.
+        let most = receiver.wanted().next_multiple_of(SEGMENT_ALIGN) + SHORT;
+        let answers = self.servers.ask(&asked, most);
+        let mut answers = answers.map_err(|error| match error.detail.contains(TOO_LONG) {
+            true => StoreError::new(RemoteError::Corrupt, "the value is larger than the object"),
+            false => error,
+        })?;
         let exists: bool = value(answers.remove(1))?;
         let bytes: Option<Vec<u8>> = value(answers.remove(0))?;
         match bytes {
@@ -194,7 +213,7 @@ impl Objects for RedisStore {
         }
         let mut command = redis::cmd("SET");
         command.arg(&key).arg(body.to_vec()).arg(&options);
-        let stored = self.servers.ask(&[Keyed::new(&key, command)])?;
+        let stored = self.servers.ask(&[Keyed::new(&key, command)], SHORT)?;
         Ok(stored != [Value::Nil])
     }
 
@@ -203,7 +222,9 @@ impl Objects for RedisStore {
             let key = self.key(path);
             Keyed::new(&key, redis::cmd("UNLINK").arg(&key).take())
         });
-        self.servers.ask(&asked.collect::<Vec<_>>()).map(drop)
+        self.servers
+            .ask(&asked.collect::<Vec<_>>(), SHORT)
+            .map(drop)
     }
 
     /// Objects have no time of modification in Redis. It is computed from the remaining time to live.
@@ -229,11 +250,16 @@ impl Objects for RedisStore {
             return Ok(None);
         };
         let before = SystemTime::now();
-        let answer = self.servers.ask_one(&server, &[&redis::cmd("TIME")])?;
+        let time = redis::cmd("TIME");
+        let answer = self.servers.ask_one(&server, &[&time], SHORT)?;
         let between = before + before.elapsed().unwrap_or_default() / 2;
         let (seconds, micros): (u64, u64) = value(answer.into_iter().next().unwrap_or(Value::Nil))?;
         let store = UNIX_EPOCH + Duration::from_secs(seconds) + Duration::from_micros(micros);
         Ok(Some(seconds_between(between, store)))
+    }
+
+    fn exposure(&self) -> Option<String> {
+        self.exposure.clone()
     }
 
     fn advice(&self) -> Vec<Finding> {
@@ -285,7 +311,7 @@ fn value<T: FromRedisValue>(answer: Value) -> Result<T> {
 }
 
 fn store_error(error: RedisError) -> StoreError {
-    // While a connection is set up, and in a pipeline, the server's code is only in the text.
+    // The codes that the crate does not know are only in the text.
     let text = error.to_string();
     let says = |words: &[&str]| words.iter().any(|word| text.contains(word));
     let kind = match error.kind() {
@@ -297,8 +323,6 @@ fn store_error(error: RedisError) -> StoreError {
             RemoteError::Throttled
         }
         _ if says(&["NOAUTH", "WRONGPASS", "NOPERM", "READONLY"]) => RemoteError::Denied,
-        // The answer to the selection of a database.
-        _ if says(&["Authentication required"]) => RemoteError::Denied,
         _ if says(&["OOM"]) => RemoteError::Full,
         _ if says(&["max number of clients"]) => RemoteError::Throttled,
         _ if error.is_timeout() => RemoteError::Late,
@@ -312,7 +336,7 @@ fn store_error(error: RedisError) -> StoreError {
         ),
         // The system's text would describe a socket that is not ready.
         RemoteError::Late => (format!("no answer within {} s", STALL.as_secs()), TLS),
-        RemoteError::Unreachable if says(&["switch database"]) => (text, DATABASE),
+        RemoteError::Unreachable if says(&["DB index", "SELECT is not"]) => (text, DATABASE),
         RemoteError::Unreachable => (text, REACH),
         RemoteError::Full => (text, FULL),
         _ => return StoreError::new(kind, text),

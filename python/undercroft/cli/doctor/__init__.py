@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from undercroft.cli import output, planning, waiting
+from undercroft.cli import arguments, output, planning, waiting
 from undercroft.cli.doctor.check import Check
 from undercroft.cli.output import say
 from undercroft.config import OPTIONS, UndercroftConfig
@@ -46,6 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     parser.add_argument(
         "--remote", metavar="URL", help="also check this remote store: reachability, credentials, latency, clock"
     )
+    arguments.add_owner(parser)
     parser.set_defaults(run=run)
 
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name in _TAKEN if (value := getattr(args, name)) is not None}
     config = UndercroftConfig.parse(given, {}, flags=True)
     checks = []
-    for check in _checks(config, args.role, args.remote):
+    for check in _checks(config, args.role, args.remote, args.remote_any_owner):
         checks.append(check)
         if not args.json:
             _print(check)
@@ -64,13 +65,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def _checks(config: UndercroftConfig, role: str, remote: str | None) -> Iterator[Check]:
+def _checks(config: UndercroftConfig, role: str, remote: str | None, any_owner: bool) -> Iterator[Check]:
     """The checks in order. The longest check comes last: torch takes seconds to load."""
     from undercroft.cli.doctor import plans, system
 
     yield from system.checks(config, role)
     if remote is not None:
-        yield from _remote_checks(remote)
+        yield from _remote_checks(remote, any_owner)
     with contextlib.suppress(ImportError):
         yield from plans.checks()
     from undercroft.cli.doctor import software
@@ -78,10 +79,10 @@ def _checks(config: UndercroftConfig, role: str, remote: str | None) -> Iterator
     yield from software.checks(role)
 
 
-def _remote_checks(url: str) -> Iterator[Check]:
+def _remote_checks(url: str, any_owner: bool = False) -> Iterator[Check]:
     from undercroft import _core
 
-    for found in waiting.until_interrupted(lambda: _core.remote_check(url)):
+    for found in waiting.until_interrupted(lambda: _core.remote_check(url, any_owner=any_owner)):
         yield Check(found["name"], found["status"], found["found"], found["advice"])  # type: ignore[arg-type]
 
 

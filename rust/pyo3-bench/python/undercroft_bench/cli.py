@@ -110,6 +110,7 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     remote = _add(kinds, shared, "remote", "a remote store: writes, reads and probes, by size of the objects", _remote)
     remote.epilog = "example: undercroft bench remote s3://bucket/undercroft --sizes 4MiB,16MiB"
     remote.add_argument("url", metavar="URL", help="as the option remote; nothing stays there")
+    arguments.add_owner(remote)
     remote.add_argument(
         "--sizes",
         type=_object_sizes,
@@ -287,7 +288,9 @@ def _remote(args: argparse.Namespace) -> dict[str, Any]:
 
     shows = not args.json and sys.stderr.isatty()
     with tqdm(desc="sizes", total=len(args.sizes), leave=False, disable=not shows) as bar:
-        found = _core.remote_measure(args.url, args.sizes, args.total, lambda _: bar.update())
+        found = _core.remote_measure(
+            args.url, args.sizes, args.total, lambda _: bar.update(), any_owner=args.remote_any_owner
+        )
     cases = [
         {
             "object": format_size(one["object_bytes"]),

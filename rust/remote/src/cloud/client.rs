@@ -7,6 +7,8 @@ use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
 
+use super::endpoint::{self, Settings};
+use super::http::{Connector, OF_AZURE, OF_THOUSAND};
 use super::profile;
 use crate::location::{Location, LocationError, Scheme};
 
@@ -53,17 +55,17 @@ pub(super) const CLOCK_WORDS: [&str; 2] = ["RequestTimeTooSkewed", "RequestExpir
 pub(super) const CLOCK: &str =
     "set this machine's clock by NTP: the store refuses requests of another time";
 
+/// The client of a store.
+pub(super) struct Client {
+    pub(super) name: &'static str,
+    pub(super) store: Arc<dyn ObjectStore>,
+    /// Why others on the network may read what is sent.
+    pub(super) exposure: Option<String>,
+}
+
 /// The client of a store. All settings but the bucket come from the environment, files, or the machine's role.
-pub(super) fn client(
-    location: &Location,
-) -> std::result::Result<(&'static str, Arc<dyn ObjectStore>), LocationError> {
+pub(super) fn client(location: &Location) -> std::result::Result<Client, LocationError> {
     // This module has its own limits.
-    let options = [
-        (ClientConfigKey::ConnectTimeout, "1 second"),
-        (ClientConfigKey::Timeout, "120 seconds"),
-        (ClientConfigKey::ReadTimeout, "120 seconds"),
-        (ClientConfigKey::PoolIdleTimeout, "20 seconds"),
-    ];
     let no_retry = RetryConfig {
         max_retries: 0,
         ..RetryConfig::default()
@@ -73,69 +75,77 @@ pub(super) fn client(
         let remedy = credentials(location.scheme);
         location.refused(format_args!("{error}; {remedy}"))
     };
-    let check = |address, allowed| {
-        super::endpoint::check(address, allowed).map_err(|error| location.refused(error))
+    let checked = |prefix: &str, settings: Settings<'_>| {
+        endpoint::check(prefix, settings).map_err(|error| location.refused(error))
     };
+    let (allows_http, allows_any) = (
+        ClientConfigKey::AllowHttp,
+        ClientConfigKey::AllowInvalidCertificates,
+    );
     match location.scheme {
         Scheme::Gs => {
-            let mut builder = GoogleCloudStorageBuilder::from_env()
+            let builder = GoogleCloudStorageBuilder::from_env()
                 .with_bucket_name(bucket)
+                .with_http_connector(Connector(OF_THOUSAND))
                 .with_retry(no_retry);
-            for (key, value) in options {
-                builder = builder.with_config(GoogleConfigKey::Client(key), value);
-            }
-            let allowed = GoogleConfigKey::Client(ClientConfigKey::AllowHttp);
-            check(
-                (
-                    "GOOGLE_BASE_URL",
-                    builder.get_config_value(&GoogleConfigKey::BaseUrl),
-                ),
-                ("GOOGLE_ALLOW_HTTP", builder.get_config_value(&allowed)),
+            let of = |key| builder.get_config_value(&key);
+            let exposure = checked(
+                "GOOGLE",
+                Settings {
+                    addresses: &[("GOOGLE_BASE_URL", of(GoogleConfigKey::BaseUrl))],
+                    allows_http: of(GoogleConfigKey::Client(allows_http)),
+                    allows_any_certificate: of(GoogleConfigKey::Client(allows_any)),
+                },
             )?;
-            let store = builder.build();
-            let store = store.map_err(advice)?;
-            Ok(("gs", Arc::new(store)))
+            Ok(Client {
+                name: "gs",
+                store: Arc::new(builder.build().map_err(advice)?),
+                exposure,
+            })
         }
         Scheme::Az => {
-            let mut builder = MicrosoftAzureBuilder::from_env()
+            let builder = MicrosoftAzureBuilder::from_env()
                 .with_container_name(bucket)
+                .with_http_connector(Connector(OF_AZURE))
                 .with_retry(no_retry);
-            for (key, value) in options {
-                builder = builder.with_config(AzureConfigKey::Client(key), value);
-            }
-            let allowed = AzureConfigKey::Client(ClientConfigKey::AllowHttp);
-            check(
-                (
-                    "AZURE_STORAGE_ENDPOINT",
-                    builder.get_config_value(&AzureConfigKey::Endpoint),
-                ),
-                ("AZURE_ALLOW_HTTP", builder.get_config_value(&allowed)),
+            let of = |key| builder.get_config_value(&key);
+            let exposure = checked(
+                "AZURE",
+                Settings {
+                    addresses: &[("AZURE_STORAGE_ENDPOINT", of(AzureConfigKey::Endpoint))],
+                    allows_http: of(AzureConfigKey::Client(allows_http)),
+                    allows_any_certificate: of(AzureConfigKey::Client(allows_any)),
+                },
             )?;
-            let store = builder.build();
-            let store = store.map_err(advice)?;
-            Ok(("az", Arc::new(store)))
+            Ok(Client {
+                name: "az",
+                store: Arc::new(builder.build().map_err(advice)?),
+                exposure,
+            })
         }
         _ => {
-            let mut builder = profile::complete(AmazonS3Builder::from_env())
+            let builder = profile::complete(AmazonS3Builder::from_env())
                 .with_bucket_name(bucket)
                 .with_unsigned_payload(true)
+                .with_http_connector(Connector(OF_THOUSAND))
                 .with_retry(no_retry);
-            for (key, value) in options {
-                builder = builder.with_config(AmazonS3ConfigKey::Client(key), value);
-            }
-            let allowed = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
-            for (variable, key) in [
-                ("AWS_ENDPOINT_URL", AmazonS3ConfigKey::Endpoint),
-                ("AWS_ENDPOINT_URL_S3", AmazonS3ConfigKey::S3Endpoint),
-            ] {
-                check(
-                    (variable, builder.get_config_value(&key)),
-                    ("AWS_ALLOW_HTTP", builder.get_config_value(&allowed)),
-                )?;
-            }
-            let store = builder.build();
-            let store = store.map_err(advice)?;
-            Ok(("s3", Arc::new(store)))
+            let of = |key| builder.get_config_value(&key);
+            let exposure = checked(
+                "AWS",
+                Settings {
+                    addresses: &[
+                        ("AWS_ENDPOINT_URL", of(AmazonS3ConfigKey::Endpoint)),
+                        ("AWS_ENDPOINT_URL_S3", of(AmazonS3ConfigKey::S3Endpoint)),
+                    ],
+                    allows_http: of(AmazonS3ConfigKey::Client(allows_http)),
+                    allows_any_certificate: of(AmazonS3ConfigKey::Client(allows_any)),
+                },
+            )?;
+            Ok(Client {
+                name: "s3",
+                store: Arc::new(builder.build().map_err(advice)?),
+                exposure,
+            })
         }
     }
 }

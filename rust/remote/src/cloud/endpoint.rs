@@ -1,22 +1,57 @@
 //! Checks the address of a store in the environment: the client would accept any text, and panic at its first request.
 
+use crate::location::is_this_machine;
 use crate::redact::redacted_url;
 
 /// Values that the client accepts as true.
 const TRUE: [&str; 5] = ["1", "true", "on", "yes", "y"];
 
-/// Checks the address in a variable. `allowing` is the variable that allows HTTP, `allowed` its value.
+/// Whether the client takes the value of a setting as true.
+pub(super) fn is_true(value: &str) -> bool {
+    TRUE.contains(&&*value.to_ascii_lowercase())
+}
+
+/// The settings of a store's client that protect what is sent.
+#[derive(Clone, Default)]
+pub(super) struct Settings<'a> {
+    /// Addresses of the store, each with its variable.
+    pub(super) addresses: &'a [(&'static str, Option<String>)],
+    pub(super) allows_http: Option<String>,
+    pub(super) allows_any_certificate: Option<String>,
+}
+
+/// Checks the settings. Their variables begin with `prefix`. Returns why others on the network may read what is sent.
 ///
 /// # Errors
 /// Names the variable, its value without credentials, and what is allowed.
-pub(super) fn check(
-    (variable, address): (&str, Option<String>),
-    (allowing, allowed): (&str, Option<String>),
-) -> Result<(), String> {
-    let Some(address) = address else {
-        return Ok(());
-    };
-    let shown = redacted_url(&address);
+pub(super) fn check(prefix: &str, settings: Settings<'_>) -> Result<Option<String>, String> {
+    if let Some(value) = settings
+        .allows_any_certificate
+        .filter(|value| is_true(value))
+    {
+        return Err(format!(
+            "{prefix}_ALLOW_INVALID_CERTIFICATES is {value:?}: then anybody on the network can be the store. Certificates are \
+             always verified: unset it, and name the certificate of the store's root in SSL_CERT_FILE"
+        ));
+    }
+    let allows_http = settings.allows_http.is_some_and(|value| is_true(&value));
+    let mut exposure = None;
+    for (variable, address) in settings.addresses {
+        if let Some(address) = address {
+            let found = address_of(prefix, (variable, address), allows_http)?;
+            exposure = exposure.or(found);
+        }
+    }
+    Ok(exposure)
+}
+
+/// Checks the address in a variable. Returns why others on the network may read what is sent there.
+fn address_of(
+    prefix: &str,
+    (variable, address): (&str, &str),
+    allows_http: bool,
+) -> Result<Option<String>, String> {
+    let shown = redacted_url(address);
     // The secret may have a slash, and be the port and the path of an address that seems right.
     if address.contains('@') {
         return Err(format!(
@@ -24,34 +59,44 @@ pub(super) fn check(
              such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         ));
     }
-    let is_allowed = allowed.is_some_and(|value| TRUE.contains(&&*value.to_ascii_lowercase()));
-    let (scheme, rest) = address.split_once("://").unwrap_or(("", &address));
+    let (scheme, rest) = address.split_once("://").unwrap_or(("", address));
     let host = rest.split('/').next().unwrap_or_default();
-    let port = host.rsplit_once(':').map_or("0", |(_, port)| port);
+    let (name, port) = match host.rsplit_once(':') {
+        Some((name, port)) if !host.ends_with(']') => (name, port),
+        _ => (host, "0"),
+    };
     let is_host = !host.is_empty() && !host.contains(char::is_whitespace);
-    let is_port = host.ends_with(']') || port.parse::<u16>().is_ok();
-    if !["http", "https"].contains(&scheme) || !is_host || !is_port {
+    if !["http", "https"].contains(&scheme) || !is_host || port.parse::<u16>().is_err() {
         return Err(format!(
             "{variable} is {shown:?}: not an address. Allowed: https://host or https://host:port, and http:// with \
-             {allowing}=true"
+             {prefix}_ALLOW_HTTP=true"
         ));
     }
-    if scheme == "http" && !is_allowed {
+    if scheme == "https" || allows_http && is_this_machine(name) {
+        return Ok(None);
+    }
+    if !allows_http {
         return Err(format!(
-            "{variable} is {shown:?}: http:// is not encrypted. Use https://, or set {allowing}=true in a network that \
-             you trust"
+            "{variable} is {shown:?}: http:// is not encrypted. Use https://, or set {prefix}_ALLOW_HTTP=true in a network \
+             that you trust"
         ));
     }
-    Ok(())
+    Ok(Some(format!(
+        "{variable} is {shown:?}: tokens and blocks are not encrypted on the network"
+    )))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn checked(address: &str, allowed: Option<&str>) -> Result<(), String> {
-        let allowed = allowed.map(str::to_owned);
-        check(("ENDPOINT", Some(address.to_owned())), ("ALLOW", allowed))
+    fn checked(address: &str, allowed: Option<&str>) -> Result<Option<String>, String> {
+        let settings = Settings {
+            addresses: &[("ENDPOINT", Some(address.to_owned()))],
+            allows_http: allowed.map(str::to_owned),
+            ..Settings::default()
+        };
+        check("STORE", settings)
     }
 
     #[test]
@@ -62,9 +107,9 @@ mod tests {
             "https://[::1]:80",
             "https://[::1]",
         ] {
-            assert_eq!(checked(good, None), Ok(()), "{good}");
+            assert_eq!(checked(good, None), Ok(None), "{good}");
         }
-        assert_eq!(check(("ENDPOINT", None), ("ALLOW", None)), Ok(()));
+        assert_eq!(check("STORE", Settings::default()), Ok(None));
         for bad in [
             "host",
             "127.0.0.1:80",
@@ -107,11 +152,38 @@ mod tests {
     #[test]
     fn http_has_to_be_allowed() {
         for allowed in ["true", "1", "YES"] {
-            assert_eq!(checked("http://host:80", Some(allowed)), Ok(()));
+            let exposure = checked("http://host:80", Some(allowed)).unwrap().unwrap();
+            assert!(
+                exposure.contains("ENDPOINT is \"http://host:80\""),
+                "{exposure}"
+            );
+            for near in ["http://127.0.0.1:80", "http://localhost/x", "http://[::1]"] {
+                assert_eq!(checked(near, Some(allowed)), Ok(None), "{near}");
+            }
         }
         for not in [None, Some("false"), Some("")] {
             let text = checked("http://host:80", not).unwrap_err();
-            assert!(text.contains("ALLOW=true"), "{text}");
+            assert!(text.contains("STORE_ALLOW_HTTP=true"), "{text}");
         }
+    }
+    #[test]
+    fn certificates_are_always_verified() {
+        for value in ["true", "1", "Yes"] {
+            let any = Settings {
+                allows_any_certificate: Some(value.to_owned()),
+                ..Settings::default()
+            };
+            let text = check("STORE", any).unwrap_err();
+            assert!(
+                text.contains("STORE_ALLOW_INVALID_CERTIFICATES is"),
+                "{text}"
+            );
+            assert!(text.contains("SSL_CERT_FILE"), "{text}");
+        }
+        let none = Settings {
+            allows_any_certificate: Some("false".to_owned()),
+            ..Settings::default()
+        };
+        assert_eq!(check("STORE", none), Ok(None));
     }
 }

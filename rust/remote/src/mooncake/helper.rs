@@ -35,6 +35,10 @@ const HELD_MAX: u64 = super::buffer::BUFFER_BYTES / 2;
 const CLOSE_LIMIT: Duration = Duration::from_secs(3);
 /// Longest write of a request: unless the process hangs, the socket accepts a request at once.
 const WRITE_LIMIT: Duration = Duration::from_secs(1);
+/// Most bytes of an answer. The longest has the names of all objects.
+const LINE_MAX: u64 = 24 << 20;
+/// Most bytes of a message that are read at once.
+const MESSAGE_MAX: u64 = 64 << 10;
 /// Characters of the process's last message that a failure shows.
 const WORDS_MAX: usize = 300;
 
@@ -243,11 +247,12 @@ impl Helper {
 
     /// A thread: passes answers on until the process has ended.
     fn read(&self, socket: UnixStream) {
-        for line in BufReader::new(socket)
-            .lines()
-            .map_while(std::io::Result::ok)
-        {
-            let Ok(answer) = serde_json::from_str::<Answer>(&line) else {
+        let mut reader = BufReader::new(socket);
+        while let Some(line) = line(&mut reader, LINE_MAX) {
+            if !line.ends_with(b"\n") {
+                break;
+            }
+            let Ok(answer) = serde_json::from_slice::<Answer>(&line) else {
                 break;
             };
             let mut state = locked(&self.state);
@@ -280,16 +285,21 @@ impl Helper {
 
     /// A thread: keeps the last line of the process's messages.
     fn listen(&self, messages: impl Read) {
-        for line in BufReader::new(messages)
-            .split(b'\n')
-            .map_while(std::io::Result::ok)
-        {
+        let mut reader = BufReader::new(messages);
+        while let Some(line) = line(&mut reader, MESSAGE_MAX) {
             let text = String::from_utf8_lossy(&line);
             if !text.trim().is_empty() {
                 *locked(&self.words) = text.trim().chars().take(WORDS_MAX).collect();
             }
         }
     }
+}
+
+/// The next line, or its first `most` bytes; `None` at the end.
+fn line(reader: &mut impl BufRead, most: u64) -> Option<Vec<u8>> {
+    let mut line = Vec::new();
+    let count = reader.take(most).read_until(b'\n', &mut line).ok()?;
+    (count > 0).then_some(line)
 }
 
 /// An answer that may come.

@@ -9,17 +9,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use redis::{
-    Client, Cmd, Connection, ConnectionAddr, ConnectionLike, IntoConnectionInfo,
-    RedisConnectionInfo, RedisResult, ServerError, ServerErrorKind, Value,
-};
+use redis::{Cmd, RedisResult, ServerError, ServerErrorKind, Value};
 use undercroft_core::remote::RemoteError;
 
+use super::connection::{Access, Connection, LIST};
 use super::slots::{Map, ranges, slot};
 use super::store_error;
 use crate::objects::{Result, StoreError};
 
-/// Longest wait for a connection or for the next byte.
+/// Longest wait for a connection or for the next bytes.
 pub(super) const STALL: Duration = Duration::from_secs(1);
 /// Most servers to which a command is sent, one after the other, while a cluster moves its key.
 const REDIRECTS: usize = 4;
@@ -50,7 +48,8 @@ struct Part<'a> {
 
 /// One server.
 struct Server {
-    client: Client,
+    address: Address,
+    access: Arc<Access>,
     /// Unused connections.
     idle: Mutex<Vec<Connection>>,
 }
@@ -67,8 +66,7 @@ struct State {
 pub(super) struct Servers {
     /// The servers of the URL.
     named: Vec<Address>,
-    is_tls: bool,
-    settings: RedisConnectionInfo,
+    access: Arc<Access>,
     state: Mutex<State>,
     /// Locked by the caller that reads the map anew. Other callers use the old map meanwhile.
     learning: Mutex<()>,
@@ -78,27 +76,19 @@ pub(super) struct Servers {
 
 impl Servers {
     /// Nothing is connected yet.
-    pub(super) fn new(
-        named: Vec<Address>,
-        is_tls: bool,
-        settings: RedisConnectionInfo,
-    ) -> RedisResult<Self> {
-        let servers = Self {
+    pub(super) fn new(named: Vec<Address>, access: Access) -> Self {
+        Self {
             named,
-            is_tls,
-            settings,
+            access: Arc::new(access),
             state: Mutex::default(),
             learning: Mutex::default(),
             first_asked: AtomicUsize::new(0),
-        };
-        for address in &servers.named {
-            servers.server(address)?;
         }
-        Ok(servers)
     }
 
-    /// The answers to commands, in their order. Commands of one server are sent together.
-    pub(super) fn ask(&self, commands: &[Keyed]) -> Result<Vec<Value>> {
+    /// The answers to commands, in their order. Commands of one server are sent together, and their answers have `most`
+    /// bytes in all.
+    pub(super) fn ask(&self, commands: &[Keyed], most: u64) -> Result<Vec<Value>> {
         let map = self.map()?;
         let mut groups: BTreeMap<&Address, Vec<usize>> = BTreeMap::new();
         for (index, command) in commands.iter().enumerate() {
@@ -115,19 +105,23 @@ impl Servers {
             indices,
         });
         let mut found = vec![Value::Nil; commands.len()];
-        for (part, answers) in self.ask_parts(parts.collect()) {
+        for (part, answers) in self.ask_parts(parts.collect(), most) {
             for (index, answer) in part.indices.iter().zip(answers?) {
                 let command = &commands[*index].command;
-                found[*index] = self.followed(command, answer, part.address)?;
+                found[*index] = self.followed(command, answer, part.address, most)?;
             }
         }
         Ok(found)
     }
 
     /// Asks all servers at once.
-    fn ask_parts<'a>(&self, parts: Vec<Part<'a>>) -> Vec<(Part<'a>, Result<Vec<Value>>)> {
+    fn ask_parts<'a>(
+        &self,
+        parts: Vec<Part<'a>>,
+        most: u64,
+    ) -> Vec<(Part<'a>, Result<Vec<Value>>)> {
         let ask = |part: Part<'a>| {
-            let answers = self.ask_one(part.address, &part.commands);
+            let answers = self.ask_one(part.address, &part.commands, most);
             (part, answers)
         };
         if parts.len() < 2 {
@@ -144,14 +138,20 @@ impl Servers {
         })
     }
 
-    /// The answers of one server.
-    pub(super) fn ask_one(&self, address: &Address, commands: &[&Cmd]) -> Result<Vec<Value>> {
-        let server = self.server(address).map_err(store_error)?;
+    /// The answers of one server, of `most` bytes in all.
+    pub(super) fn ask_one(
+        &self,
+        address: &Address,
+        commands: &[&Cmd],
+        most: u64,
+    ) -> Result<Vec<Value>> {
+        let server = self.server(address);
         let mut packed = Vec::new();
         for command in commands {
             command.write_packed_command(&mut packed);
         }
-        server.exchange(&packed, commands.len()).map_err(|error| {
+        let answers = server.exchange(&packed, commands.len(), most);
+        answers.map_err(|error| {
             // In a cluster another server may have taken over its keys.
             let mut state = self.lock();
             state.is_stale |= state.map.as_ref().is_some_and(|map| map.is_cluster());
@@ -160,7 +160,13 @@ impl Servers {
     }
 
     /// The answer, after the redirects that begin with the answer of the server at `from`.
-    fn followed(&self, command: &Cmd, mut answer: Value, from: &Address) -> Result<Value> {
+    fn followed(
+        &self,
+        command: &Cmd,
+        mut answer: Value,
+        from: &Address,
+        most: u64,
+    ) -> Result<Value> {
         let mut from = from.clone();
         for _ in 0..REDIRECTS {
             let Value::ServerError(error) = &answer else {
@@ -183,7 +189,10 @@ impl Servers {
             } else {
                 &commands[1..]
             };
-            answer = self.ask_one(&from, commands)?.pop().unwrap_or(Value::Nil);
+            answer = self
+                .ask_one(&from, commands, most)?
+                .pop()
+                .unwrap_or(Value::Nil);
         }
         Err(failed(
             "the servers of the cluster send each key to another one",
@@ -255,7 +264,7 @@ impl Servers {
     fn map_of(&self, address: &Address) -> Result<Map> {
         let mut command = redis::cmd("CLUSTER");
         command.arg("SLOTS");
-        let answer = self.ask_one(address, &[&command])?.pop();
+        let answer = self.ask_one(address, &[&command], LIST)?.pop();
         match answer.unwrap_or(Value::Nil) {
             Value::ServerError(error) if !tells_nothing(&error) => Err(store_error(error.into())),
             Value::ServerError(_) if self.named.len() > 1 => Err(failed(format_args!(
@@ -269,29 +278,16 @@ impl Servers {
         }
     }
 
-    fn server(&self, address: &Address) -> RedisResult<Arc<Server>> {
+    fn server(&self, address: &Address) -> Arc<Server> {
         let mut state = self.lock();
-        if let Some(server) = state.servers.get(address) {
-            return Ok(Arc::clone(server));
-        }
-        let (host, port) = address.clone();
-        let addr = if self.is_tls {
-            ConnectionAddr::TcpTls {
-                host,
-                port,
-                insecure: false,
-                tls_params: None,
-            }
-        } else {
-            ConnectionAddr::Tcp(host, port)
-        };
-        let info = addr.into_connection_info()?;
-        let server = Arc::new(Server {
-            client: Client::open(info.set_redis_settings(self.settings.clone()))?,
-            idle: Mutex::default(),
+        let server = state.servers.entry(address.clone()).or_insert_with(|| {
+            Arc::new(Server {
+                address: address.clone(),
+                access: Arc::clone(&self.access),
+                idle: Mutex::default(),
+            })
         });
-        state.servers.insert(address.clone(), Arc::clone(&server));
-        Ok(server)
+        Arc::clone(server)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -302,10 +298,10 @@ impl Servers {
 impl Server {
     /// Sends commands and reads their answers on an unused connection. The server may have closed a kept connection:
     /// then the commands are sent again on a new connection.
-    fn exchange(&self, packed: &[u8], count: usize) -> RedisResult<Vec<Value>> {
+    fn exchange(&self, packed: &[u8], count: usize, most: u64) -> RedisResult<Vec<Value>> {
         let kept = self.lock().pop();
         if let Some(connection) = kept {
-            match self.exchange_on(connection, packed, count) {
+            match self.exchange_on(connection, packed, (count, most)) {
                 Err(error) if error.is_connection_dropped() && !error.is_timeout() => {}
                 Err(error) if error.is_timeout() => {
                     // A router may have forgotten all unused connections.
@@ -315,7 +311,8 @@ impl Server {
                 result => return result,
             }
         }
-        self.exchange_on(self.connect()?, packed, count)
+        let connection = Connection::open(&self.address, &self.access)?;
+        self.exchange_on(connection, packed, (count, most))
     }
 
     /// A connection is kept only after all answers: bytes after a part of an answer cannot be read. The first late
@@ -324,25 +321,13 @@ impl Server {
         &self,
         mut connection: Connection,
         packed: &[u8],
-        count: usize,
+        (count, most): (usize, u64),
     ) -> RedisResult<Vec<Value>> {
-        connection.send_packed_command(packed)?;
-        let answers: RedisResult<Vec<Value>> =
-            (0..count).map(|_| connection.recv_response()).collect();
-        let answers = answers?;
-        if connection.is_open() {
+        let answers = connection.exchange(packed, count, most)?;
+        if connection.is_clean() {
             self.lock().push(connection);
         }
         Ok(answers)
-    }
-
-    fn connect(&self) -> RedisResult<Connection> {
-        let mut connection = self.client.get_connection_with_timeout(STALL)?;
-        connection.set_read_timeout(Some(STALL))?;
-        connection.set_write_timeout(Some(STALL))?;
-        // A server that requires a password closes the connection at a large value without an error. PING returns it.
-        redis::cmd("PING").exec(&mut connection)?;
-        Ok(connection)
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Connection>> {

@@ -85,6 +85,88 @@ fn no_link_leads_out_of_the_directory() {
     assert_eq!(files(&outside), [target]);
 }
 
+/// Lets others write a path, or gives it to another user if this test may. Returns how to undo it.
+fn give_away(path: &Path, to_a_user: bool) -> impl FnOnce() {
+    let (path, mode) = (path.to_owned(), path.metadata().unwrap().permissions());
+    if to_a_user {
+        std::os::unix::fs::chown(&path, Some(65_534), None).unwrap();
+    } else {
+        let open = std::fs::Permissions::from_mode(mode.mode() | 0o020);
+        std::fs::set_permissions(&path, open).unwrap();
+    }
+    move || {
+        if to_a_user {
+            std::os::unix::fs::chown(&path, Some(0), None).unwrap();
+        }
+        std::fs::set_permissions(&path, mode).unwrap();
+    }
+}
+
+#[test]
+fn bytes_that_another_user_may_choose_are_no_hit_unless_the_operator_says_so() {
+    let is_root = rustix::process::geteuid().is_root();
+    for to_a_user in [false, true] {
+        if to_a_user && !is_root {
+            eprintln!("skipped: only root gives files away");
+            return;
+        }
+        let place = tempfile::tempdir().unwrap();
+        let segment = Segment::new(1);
+        let top = place.path().join("remote");
+        let mut rig = rig(&top, 60);
+        rig.put(&segment, true).unwrap();
+        let object = top.join(segment.key.path());
+        let location = Location::parse(&format!("file://{}", top.display())).unwrap();
+        let any = Options {
+            any_owner: true,
+            ..Options::default()
+        };
+        let any = undercroft_remote::open(&location, any).unwrap();
+        let mut any = Rig::over(any, Box::new(()));
+        for directory in [&top, object.parent().unwrap()] {
+            let undo = give_away(directory, to_a_user);
+            assert_eq!(rig.get_all(&segment), Err(RemoteError::Denied));
+            assert_eq!(rig.put(&segment, false), Err(RemoteError::Denied));
+            let Health::Failed(denied) = rig.pool.as_ref().unwrap().last_result().get() else {
+                panic!("others may write {directory:?}");
+            };
+            let names = |part: &str| denied.detail.contains(part);
+            assert!(names(directory.to_str().unwrap()), "{denied}");
+            assert!(
+                names("belongs to uid 65534") || names(", with which others can write"),
+                "{denied}"
+            );
+            assert!(denied.advice().contains("remote_any_owner"), "{denied}");
+            any.get_all(&segment).unwrap();
+            undo();
+            rig.get_all(&segment).unwrap();
+        }
+        let undo = give_away(&object, to_a_user);
+        any.get_all(&segment).unwrap();
+        assert_eq!(rig.get_all(&segment), Err(RemoteError::Corrupt));
+        rig.wait_until_gone(&segment.key.path());
+        drop(undo);
+    }
+}
+
+#[test]
+fn a_directory_of_another_user_beside_those_of_undercroft_is_left_out() {
+    let place = tempfile::tempdir().unwrap();
+    let objects = store(place.path(), 60);
+    objects.put("1/a", &Body::bytes(b"x"), true).unwrap();
+    let other = place.path().join("other");
+    std::fs::create_dir(&other).unwrap();
+    std::fs::write(other.join("file"), "x").unwrap();
+    let _undo = give_away(&other, false);
+    let mut found = Vec::new();
+    let each = &mut |entry: undercroft_remote::Entry| {
+        found.push(entry.path);
+        true
+    };
+    objects.list("", each).unwrap();
+    assert_eq!(found, ["1/a"]);
+}
+
 #[test]
 fn a_directory_whose_file_system_is_not_mounted_is_unreachable_and_not_made() {
     let place = tempfile::tempdir().unwrap();
@@ -229,7 +311,7 @@ fn a_full_file_system_is_told_and_leaves_nothing_behind() {
         command.args(arguments).arg(place.path());
         command.output().is_ok_and(|output| output.status.success())
     };
-    if !mount(&["-t", "tmpfs", "-o", "size=1m", "tmpfs"]) {
+    if !mount(&["-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs"]) {
         eprintln!("skipped: this user may not mount a tmpfs");
         return;
     }

@@ -35,6 +35,17 @@ for line in connection.makefile("rb"):
     number, key, at = request["id"], request.get("key", ""), request.get("at", 0)
     if "ends" in key:
         os._exit(1)
+    elif "lies" in key:
+        kinds = {"endless": b"x", "nested": b"[", "numbers": b"1,"}
+        start = b'{"id": %d, "values": [' % number if "numbers" in key else b""
+        connection.sendall(start)
+        while True:
+            connection.sendall(next(kinds[kind] for kind in kinds if kind in key) * (1 << 20))
+    elif "type" in key:
+        connection.sendall(b'{"id": "x", "values": {}}\n')
+    elif "talks" in key:
+        os.write(2, b"x" * (64 << 20))
+        os._exit(1)
     elif "master" in key:
         say(number, error="unreachable", settled=True)
     elif "transfer" in key:
@@ -162,4 +173,34 @@ fn over_a_slow_start() {
     }
     assert!(failed > 10, "{failed} calls");
     assert!(started.elapsed() >= Duration::from_secs(3), "one process");
+}
+
+#[test]
+fn no_answer_of_the_helper_fills_the_memory() {
+    with_program("before_a_liar");
+}
+
+/// Run by the test above.
+#[test]
+#[ignore = "a part of another test"]
+fn before_a_liar() {
+    let objects = open("");
+    objects.greet().unwrap();
+    for key in [
+        "lies-endless",
+        "lies-nested",
+        "lies-numbers",
+        "type",
+        "talks",
+    ] {
+        let end = Instant::now() + PATIENCE;
+        while objects.put("1/b", &Body::bytes(b"b"), false) != Ok(true) {
+            assert!(Instant::now() < end, "a helper serves");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        crate::liars::grows_little(key, || {
+            let lied = get(&*objects, &format!("1/{key}"), 1 << 20);
+            assert_eq!(lied, Err(RemoteError::Unreachable), "{key}");
+        });
+    }
 }

@@ -145,6 +145,21 @@ mod redis {
     }
 
     #[test]
+    fn a_value_that_is_larger_than_the_object_is_corrupt_and_goes() {
+        let Some(server) = start(&[]) else { return };
+        let mut rig = Rig::new(&server.url(), Box::new(server)).unwrap();
+        let segment = Segment::new(1);
+        let path = segment.key.path();
+        let larger = [segment.bytes(), vec![0; 1 << 20]].concat();
+        rig.objects
+            .put(&path, &Body::bytes(&larger), false)
+            .unwrap();
+        assert_eq!(rig.get_all(&segment), Err(RemoteError::Corrupt));
+        rig.wait_until_gone(&path);
+        is_well(&mut rig, &segment);
+    }
+
+    #[test]
     fn a_full_server_is_told() {
         let arguments = ["--maxmemory", "1mb", "--maxmemory-policy", "noeviction"];
         let Some(server) = start(&arguments) else {

@@ -22,6 +22,7 @@ mod fakes;
 mod faults;
 mod foreign;
 mod left_out;
+mod liars;
 mod mooncake;
 mod priority;
 #[cfg(any(feature = "redis", feature = "s3"))]
