@@ -196,6 +196,13 @@ BENCHES ?=
 compare:  ## Speed of this checkout against that of another commit: BASE=commit, ROUNDS=5, BENCHES="lookup disk"
 	@$(PYTHON) tools/compare.py --rounds '$(ROUNDS)' --benches '$(BENCHES)' -- '$(BASE)'
 
+# `make perf-gate RECORD=1` also writes the figures; `BASE=commit` replaces the baseline's commit.
+RECORD ?=
+
+.PHONY: perf-gate
+perf-gate:  ## Fail if this checkout is slower than the baseline's commit (idle machine; 15 minutes after the builds)
+	@$(PYTHON) tools/perf_gate.py $(if $(RECORD),--record) -- $(if $(BASE),'$(BASE)')
+
 # `make soak CRASHES=10000 SOAK_SECONDS=3600 SIM_SECONDS=3600`: the tests that gain from more rounds.
 CRASHES ?= 500
 SOAK_SECONDS ?= 60

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -28,10 +29,19 @@ BENCHES = {
     "lookup-served": ("lookup", "--mode", "served", "--keys", "2048", "--clients", "1", "--rounds", "20000"),
     "pending": ("lookup", "--pending", "1000"),
     "disk": ("disk", "--path", "{disk}"),
+    "disk-512k": ("disk", "--path", "{disk}", "--block-bytes", "512KiB", "--blocks", "1024"),
+    "disk-128k": ("disk", "--path", "{disk}", "--block-bytes", "128KiB", "--blocks", "4096"),
     "copy": ("copy",),
+    "open": ("recover", "--path", "{disk}", "--blocks", "500000"),
     "replay": ("replay", "--trace", "{trace}", "--host-blocks", "2000", "--disk-blocks", "8000"),
 }
 """Name -> arguments of ``undercroft bench``, which both versions must understand."""
+PROGRAMS = {
+    "hooks": ("{python}", "{root}/benches/hooks.py", "--json"),
+    "entries": ("cargo", "bench", "--quiet", "--package", "undercroft-bench", "--bench", "entries", "--", "1"),
+}
+"""Name -> command of a benchmark that is no `undercroft bench`. A program in Python is this checkout's, for both
+versions; a benchmark of cargo is each version's own."""
 TRACE = "rust/bench/tests/data/conversation_1000.jsonl"
 TIMEOUT_S = 600
 # Fewer rounds agree too often by chance.
@@ -175,21 +185,40 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
 
 
-def build(tree: Path) -> None:
-    """``make build`` there."""
+def build(tree: Path, names: Sequence[str]) -> None:
+    """``make build`` there, and the benchmarks of cargo among ``names``."""
     print(f"build: {tree}", file=sys.stderr, flush=True)
-    result = subprocess.run(["make", "build"], cwd=tree, env=environment(), stdout=sys.stderr, check=False)
-    if result.returncode:
-        raise CompareError(f"make build in {tree} ended with {result.returncode}; its output is above")
+    cargo = [PROGRAMS[name] for name in names if PROGRAMS.get(name, ())[:1] == ("cargo",)]
+    for command in (("make", "build"), *((*one[: one.index("--")], "--no-run") for one in cargo)):
+        result = subprocess.run(command, cwd=tree, env=environment(), stdout=sys.stderr, check=False)
+        if result.returncode:
+            raise CompareError(f"{shlex.join(command)} in {tree} ended with {result.returncode}; its output is above")
+
+
+def command_of(tree: Path, name: str) -> list[str]:
+    """The command that runs a benchmark with the version in ``tree``."""
+    places = {
+        "disk": str(WORK / "disk"),
+        "trace": str(ROOT / TRACE),
+        "root": str(ROOT),
+        "python": str(tree / ".venv/bin/python"),
+    }
+    parts = PROGRAMS.get(name) or (str(tree / ".venv/bin/undercroft"), "bench", *BENCHES[name], "--json")
+    return [part.format(**places) for part in parts]
+
+
+def result_of(output: str) -> dict[str, Any]:
+    """The JSON object in a benchmark's output, or the figures of `cargo bench --bench entries`."""
+    entries = re.findall(r"^ +(\S.*?) +\d+ entries: median +([\d.]+) us.*insertion +([\d.]+)$", output, re.MULTILINE)
+    if entries:
+        return {name: {"median_us": float(median), "longest_scaled_us": float(most)} for name, median, most in entries}
+    return json.loads(output[output.index("{") :])
 
 
 def run(tree: Path, name: str) -> dict[str, Any]:
     """One run of a benchmark by the version in ``tree``."""
-    disk = WORK / "disk"
-    disk.mkdir(parents=True, exist_ok=True)
-    places = {"{disk}": str(disk), "{trace}": str(ROOT / TRACE)}
-    arguments = [places.get(argument, argument) for argument in BENCHES[name]]
-    command = [str(tree / ".venv/bin/undercroft"), "bench", *arguments, "--json"]
+    (WORK / "disk").mkdir(parents=True, exist_ok=True)
+    command = command_of(tree, name)
     try:
         result = subprocess.run(
             command, cwd=tree, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -198,7 +227,7 @@ def run(tree: Path, name: str) -> dict[str, Any]:
         raise CompareError(f"{shlex.join(command)} took more than {TIMEOUT_S} s") from None
     if result.returncode:
         raise CompareError(f"{shlex.join(command)} ended with {result.returncode}: {result.stderr.strip()}")
-    return json.loads(result.stdout[result.stdout.index("{") :])
+    return result_of(result.stdout)
 
 
 def measure(base: Path, names: Sequence[str], rounds: int) -> Iterator[tuple[str, Comparison]]:
@@ -221,8 +250,9 @@ def _rounds(value: str) -> int:
 
 def _benches(value: str) -> list[str]:
     names = value.split() or list(BENCHES)
-    if unknown := [name for name in names if name not in BENCHES]:
-        raise argparse.ArgumentTypeError(f"{' '.join(unknown)}: no such benchmark; allowed: {' '.join(BENCHES)}")
+    if unknown := [name for name in names if name not in BENCHES | PROGRAMS]:
+        allowed = " ".join(BENCHES | PROGRAMS)
+        raise argparse.ArgumentTypeError(f"{' '.join(unknown)}: no such benchmark; allowed: {allowed}")
     return names
 
 
@@ -232,7 +262,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("base", metavar="BASE", help="commit to compare with: hash, branch or tag")
     made.add_argument("--rounds", type=_rounds, default=5, metavar="N", help="runs of each version (%(default)s)")
     made.add_argument(
-        "--benches", type=_benches, default=list(BENCHES), metavar="NAMES", help=f"of: {' '.join(BENCHES)} (all)"
+        "--benches",
+        type=_benches,
+        default=list(BENCHES),
+        metavar="NAMES",
+        help=f"of: {' '.join(BENCHES | PROGRAMS)} (default: all but the last two)",
     )
     return made
 
@@ -245,12 +279,13 @@ def main() -> int:
         changed = " with uncommitted changes" if git("status", "--porcelain") else ""
         base = check_out(commit)
         for tree in (ROOT, base):
-            build(tree)
+            build(tree, args.benches)
         print(f"machine: {machine()}")
         print(f"base: {git('log', '-1', '--format=%h %s', commit)}")
         print(f"new: {git('log', '-1', '--format=%h %s')}{changed}")
         for name, comparison in measure(base, args.benches, args.rounds):
-            print(f"\n{name} (undercroft bench {shlex.join(BENCHES[name])}), {args.rounds} rounds")
+            command = shlex.join(PROGRAMS.get(name) or ("undercroft", "bench", *BENCHES[name]))
+            print(f"\n{name} ({command}), {args.rounds} rounds")
             print("\n".join(table(comparison)), flush=True)
     except CompareError as error:
         print(f"compare: error: {error}", file=sys.stderr)

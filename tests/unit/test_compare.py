@@ -6,7 +6,7 @@ from pathlib import Path
 
 import compare as tool
 import pytest
-from compare import BENCHES, compare, figures, parser, table
+from compare import BENCHES, PROGRAMS, command_of, compare, figures, parser, result_of, table
 
 from undercroft.cli.main import build_parser
 
@@ -81,6 +81,23 @@ def test_each_version_is_first_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_knows_each_benchmark(name: str) -> None:
     args = build_parser("bench").parse_args(["bench", *BENCHES[name], "--json"])
     assert args.json
+
+
+def test_a_program_of_this_checkout_runs_with_the_python_of_each_version() -> None:
+    tree = Path("/base")
+    assert command_of(tree, "hooks")[:2] == ["/base/.venv/bin/python", str(tool.ROOT / "benches/hooks.py")]
+    assert Path(command_of(tree, "hooks")[1]).is_file()
+    assert command_of(tree, "copy") == ["/base/.venv/bin/undercroft", "bench", "copy", "--json"]
+    assert "{" not in "".join(part for name in BENCHES | PROGRAMS for part in command_of(tree, name))
+
+
+def test_output_is_json_or_the_table_of_entries() -> None:
+    assert result_of('a line\n{"us": 1.5}') == {"us": 1.5}
+    table = (
+        "1048576 blocks; an insertion into a map of as many keys takes 98 ns\n"
+        "  loads of 64 blocks 8192 entries: median 3.1 us, 99.9 % 9.0, longest 21.5; at 100 ns an insertion 21.9\n"
+    )
+    assert result_of(table) == {"loads of 64 blocks": {"median_us": 3.1, "longest_scaled_us": 21.9}}
 
 
 def test_arguments() -> None:
