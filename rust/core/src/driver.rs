@@ -381,7 +381,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
             state.engine.next_io(&rooms[..], &mut requests);
             release = state.engine.next_arena_release();
             if checksums.is_empty() {
-                state.engine.next_checksums(&mut started);
+                state.engine.next_checksums(most, &mut started);
             }
         }
         if stopping.is_none() {

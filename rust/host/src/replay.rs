@@ -183,7 +183,7 @@ impl ReplayEngine {
 fn settle(engine: &mut Engine, io: &mut Vec<IoRequest>, metadata: &mut Vec<u64>) {
     let mut checksums = Vec::new();
     loop {
-        engine.next_checksums(&mut checksums);
+        engine.next_checksums(u32::MAX, &mut checksums);
         for ChecksumRequest { token, .. } in checksums.drain(..) {
             let result = Ok(0);
             engine.complete(IoCompletion { token, result });

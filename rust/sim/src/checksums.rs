@@ -11,7 +11,7 @@ impl World {
     pub(crate) fn sum(&mut self) -> Result<(), String> {
         let mut started = Vec::new();
         self.engine
-            .with(|engine| engine.next_checksums(&mut started));
+            .with(|engine| engine.next_checksums(u32::MAX, &mut started));
         for request in started {
             let (offset, len) = (request.arena_offset, u64::from(request.payload_len));
             self.arena.take(offset, len, Hand::Read, "a checksum")?;

@@ -449,25 +449,16 @@ fn intended(request: &IoRequest, arena: &SimArena, key: u64) -> (Write, u64) {
             arena_offset,
             len,
             payload_len,
-            ..
-        }
-        | IoRequest::ReadPayload {
-            file_offset,
-            arena_offset,
-            len,
-            payload_len,
+            checksum: given,
             ..
         } => {
             let tokens = arena.at(*arena_offset, u64::from(*len)).to_vec();
-            let sum = checksum(&tokens[..u64::from(*payload_len).div_ceil(SECTOR) as usize]);
-            (
-                Write::Data {
-                    offset: *file_offset,
-                    tokens,
-                },
-                sum,
-            )
+            let payload = &tokens[..u64::from(*payload_len).div_ceil(SECTOR) as usize];
+            let sum = given.unwrap_or_else(|| checksum(payload));
+            let offset = *file_offset;
+            (Write::Data { offset, tokens }, sum)
         }
+        IoRequest::ReadPayload { .. } => unreachable!("a read writes nothing"),
     }
 }
 

@@ -77,10 +77,12 @@ impl Checksums {
         });
     }
 
-    /// Starts the checksums of saved payloads that no other operation has computed meanwhile.
-    fn start_saved(&mut self, residency: &mut Residency, operations: &mut Operations) {
+    /// Starts the checksums of saved payloads that no other operation has computed meanwhile: of `bytes`, or of the
+    /// payload that exceeds them.
+    fn start_saved(&mut self, bytes: u64, residency: &mut Residency, operations: &mut Operations) {
+        let mut started = 0;
         for _ in 0..LOOKED_AT_MAX.min(self.saved.len()) {
-            if !self.has_room() {
+            if !self.has_room() || started >= bytes {
                 return;
             }
             let Some((node, epoch, group)) = self.saved.pop_front() else {
@@ -96,6 +98,7 @@ impl Checksums {
                 payload.host == HostState::Present && payload.disk != DiskState::Writing;
             if is_wanted && residency.host_checksum(node, group).is_none() {
                 self.start(node, group, residency, operations);
+                started += u64::from(residency.payload_bytes(node, group));
             }
         }
     }
@@ -125,10 +128,12 @@ pub(super) fn drop_changed(node: NodeId, residency: &mut Residency, counters: &m
 }
 
 impl Engine {
-    /// Moves the checksums to compute now to `out`. The caller reports the end of each by [`Engine::complete`].
-    pub fn next_checksums(&mut self, out: &mut Vec<ChecksumRequest>) {
+    /// Moves the checksums to compute now to `out`. The caller reports the end of each by [`Engine::complete`]. `bytes`:
+    /// as much as the caller computes before it calls [`Engine::next_io`]. A payload whose write starts meanwhile would
+    /// be summed twice.
+    pub fn next_checksums(&mut self, bytes: u32, out: &mut Vec<ChecksumRequest>) {
         self.checksums
-            .start_saved(&mut self.residency, &mut self.operations);
+            .start_saved(u64::from(bytes), &mut self.residency, &mut self.operations);
         out.append(&mut self.checksums.started);
     }
 

@@ -44,7 +44,8 @@ pub enum IoRequest {
         /// Expected checksum.
         checksum: u64,
     },
-    /// Arena -> data file. Completes with the checksum of the first `payload_len` bytes.
+    /// Arena -> data file. Completes with the checksum of the first `payload_len` bytes, or with `checksum` if it is
+    /// given.
     WritePayload {
         /// Returned in the completion.
         token: u64,
@@ -58,6 +59,8 @@ pub enum IoRequest {
         len: u32,
         /// Bytes that the checksum covers.
         payload_len: u32,
+        /// The checksum, if it need not be computed.
+        checksum: Option<u64>,
     },
     /// Like [`IoRequest::ReadPayload`] or [`IoRequest::WritePayload`], for a payload that is encrypted in the data
     /// file.

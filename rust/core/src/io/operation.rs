@@ -52,6 +52,7 @@ pub(super) enum Body {
     Write {
         arena_offset: u64,
         payload_len: u32,
+        checksum: Option<u64>,
     },
     Meta {
         buffer: Arc<AlignedBuffer>,
@@ -96,10 +97,12 @@ impl Operation {
                 arena_offset,
                 len,
                 payload_len,
+                checksum,
             } => {
                 let body = Body::Write {
                     arena_offset,
                     payload_len,
+                    checksum,
                 };
                 (token, device, FileKind::Data, file_offset, len, body)
             }
@@ -188,6 +191,7 @@ impl Operation {
             | Body::Write {
                 arena_offset,
                 payload_len,
+                ..
             } => {
                 arena_offset.is_multiple_of(IO_ALIGN)
                     && *payload_len <= self.len
@@ -245,8 +249,19 @@ impl Operation {
         matches!(self.body, Body::Meta { sync: true, .. })
     }
 
-    /// The checksum of the source of a write; 0 for other operations.
+    /// The checksum that the request of a write gives.
+    pub(super) fn given_checksum(&self) -> Option<u64> {
+        match self.body {
+            Body::Write { checksum, .. } => checksum,
+            _ => None,
+        }
+    }
+
+    /// The checksum of the source of a write, given or computed; 0 for other operations.
     pub(super) fn source_checksum(&self, arena: &Arena) -> u64 {
+        if let Some(given) = self.given_checksum() {
+            return given;
+        }
         let mut summing = Summing::default();
         while !self.sum(arena, &mut summing, u32::MAX) {}
         summing.finish()
@@ -258,6 +273,7 @@ impl Operation {
         let Body::Write {
             arena_offset,
             payload_len,
+            ..
         } = self.body
         else {
             return true;

@@ -188,7 +188,8 @@ impl<I: FaultHook> Uring<I> {
         if operation.is_payload_write() {
             lane.batch.push(index, count, len);
             let epoch = self.slots[usize::from(index)].epoch;
-            self.queues.unsummed.push_back((epoch, index));
+            let is_given = operation.given_checksum().is_some();
+            (self.queues.unsummed).extend((!is_given).then_some((epoch, index)));
         } else if !operation.is_transfer() {
             lane.ready
                 .push_back((index, SYNC - operation.erase_modes_skipped()));
@@ -196,8 +197,8 @@ impl<I: FaultHook> Uring<I> {
             lane.ready.extend((0..count).map(|piece| (index, piece)));
         }
         self.slots[usize::from(index)].active = Some(Active {
+            source: operation.given_checksum(),
             operation,
-            source: None,
             pieces,
             tail: Progress::new(0),
             unfinished,

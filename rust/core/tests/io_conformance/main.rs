@@ -54,6 +54,26 @@ fn payloads_go_to_the_file_and_come_back(open: Open) {
     }
 }
 
+fn a_given_checksum_is_not_computed(open: Open) {
+    let mut rig = Rig::new(open, Script::default());
+    let bytes = pattern(1, 2 * UNIT);
+    rig.arena.write(0, &bytes).unwrap();
+    let mut request = write(1, 0, 0, (2 * UNIT) as u32);
+    let IoRequest::WritePayload { checksum: sum, .. } = &mut request else {
+        unreachable!("a write")
+    };
+    *sum = Some(7);
+    assert_eq!(rig.one(request), Ok(7));
+    let mut stored = vec![0; bytes.len()];
+    rig.file("data").read_exact_at(&mut stored, 0).unwrap();
+    assert!(stored == bytes);
+    let of_the_bytes = checksum(&bytes);
+    let found = rig.one(read(2, 0, 0, (2 * UNIT) as u32, of_the_bytes));
+    assert_eq!(found, Ok(of_the_bytes));
+    let found = rig.one(read(3, 0, 0, (2 * UNIT) as u32, 7));
+    assert_eq!(found, Err(IoFault::Corrupt));
+}
+
 fn the_checksum_covers_the_payload_only(open: Open) {
     let mut rig = Rig::new(open, Script::default());
     let mut bytes = pattern(1, 2 * UNIT);
@@ -66,6 +86,7 @@ fn the_checksum_covers_the_payload_only(open: Open) {
         arena_offset: 0,
         len: (2 * UNIT) as u32,
         payload_len,
+        checksum: None,
     };
     let sum = checksum(&bytes[..payload_len as usize]);
     assert_eq!(rig.one(request), Ok(sum));
@@ -283,6 +304,7 @@ fn impossible_requests_are_refused(open: Open) {
             arena_offset: 0,
             len: unit,
             payload_len: unit,
+            checksum: None,
         },
         IoRequest::WritePayload {
             token: 1,
@@ -291,6 +313,7 @@ fn impossible_requests_are_refused(open: Open) {
             arena_offset: 0,
             len: unit,
             payload_len: unit + 1,
+            checksum: None,
         },
         meta(FileKind::Data, 0, &[0; 4096], false),
         meta(FileKind::Table, 0, &[0; 100], false),
@@ -562,6 +585,7 @@ macro_rules! conformance {
         $(conformance! { $engine, $needs, $open;
             payloads_go_to_the_file_and_come_back
             the_checksum_covers_the_payload_only
+            a_given_checksum_is_not_computed
             metadata_is_written_and_synced
             a_failed_sync_fails_the_write
             short_reads_are_continued

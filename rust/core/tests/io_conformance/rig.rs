@@ -121,6 +121,7 @@ pub(crate) fn write(token: u64, arena_offset: u64, file_offset: u64, len: u32) -
         arena_offset,
         len,
         payload_len: len,
+        checksum: None,
     }
 }
 

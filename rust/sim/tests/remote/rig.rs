@@ -195,7 +195,7 @@ impl Host {
             self.enter(|engine| engine.complete_remote(completion));
         }
         let mut started = Vec::new();
-        self.enter(|engine| engine.next_checksums(&mut started));
+        self.enter(|engine| engine.next_checksums(u32::MAX, &mut started));
         for sum in started {
             let len = u64::from(sum.payload_len);
             let found = self.arena.checksum(sum.arena_offset, len);

@@ -33,6 +33,8 @@ pub(super) struct QueuedWrite {
     pub(super) ancestor_group: Option<u8>,
     /// Children of the node are on disk: it is written without asking the policy.
     pub(super) admitted: bool,
+    /// The payload was not summed before it was queued. A checksum that is known by now is about as old as the entry.
+    pub(super) unsummed: bool,
 }
 
 /// Payloads to be written from the arena to disk.
@@ -314,6 +316,7 @@ fn enqueue(id: NodeId, group: u8, residency: &mut Residency) -> QueuedWrite {
         group,
         ancestor_group: None,
         admitted: false,
+        unsummed: residency.host_checksum(id, group).is_none(),
     }
 }
 

@@ -64,7 +64,7 @@ impl WriteBack {
         let reserved =
             residency.reserve_disk(id, group, write.admitted, now_ns, has_room, counters);
         match reserved {
-            Ok((device, offset)) => Some(write_request(id, group, device, offset, parts)),
+            Ok(place) => Some(write_request(write, place, parts)),
             Err(DiskRefusal::Searching) => {
                 self.wait_for_room(write);
                 None
@@ -173,18 +173,22 @@ fn count_refusal(why: WriteRefusal, counters: &mut Counters) {
 }
 
 fn write_request(
-    id: NodeId,
-    group: u8,
-    device: DeviceIndex,
-    offset: u64,
+    write: QueuedWrite,
+    (device, offset): (DeviceIndex, u64),
     parts: &mut EngineParts<'_>,
 ) -> IoRequest {
-    let write = Purpose::Write {
+    let QueuedWrite {
+        node: id,
+        group,
+        unsummed,
+        ..
+    } = write;
+    let purpose = Purpose::Write {
         node: id,
         group,
         started_ns: parts.now_ns,
     };
-    let token = parts.operations.start(write, device, parts.now_ns);
+    let token = parts.operations.start(purpose, device, parts.now_ns);
     let residency = &mut *parts.residency;
     residency.write_started(id, group, device, offset);
     residency.add_placeholders(id, device);
@@ -194,6 +198,9 @@ fn write_request(
     }
     let residency = &*parts.residency;
     let payload = residency.node(id).payload(group);
+    // The record gets the checksum of the saved bytes: if the bytes change before they are written, a read finds that
+    // they do not match their record.
+    let checksum = residency.host_checksum(id, group).filter(|_| unsummed);
     IoRequest::WritePayload {
         token,
         device: device.number(),
@@ -201,5 +208,6 @@ fn write_request(
         arena_offset: slot_offset(payload.host_slot),
         len: slot_len(residency, id, group),
         payload_len: residency.payload_bytes(id, group),
+        checksum,
     }
 }
