@@ -37,10 +37,10 @@ impl World {
         }
         if self.settings.tenants {
             for at in 0..self.disks.devices.len() {
-                self.disks.devices[at].free = drawn_space(&mut self.random);
-                if self.random.chance(100) {
+                if self.random.chance(200) {
                     self.make_sparse(at);
                 }
+                self.disks.devices[at].free = drawn_space(&mut self.random);
             }
         }
         for at in 0..self.disks.devices.len() {

@@ -70,11 +70,11 @@ fn lives() {
     assert!(stats.released > 400, "too little released: {stats:?}");
     assert!(stats.erased > 1000, "too few erasures: {stats:?}");
     assert!(stats.promises > 300, "too few durable clears: {stats:?}");
-    assert!(stats.erased_checked > 300, "too few erasures: {stats:?}");
+    assert!(stats.erased_checked > 50, "too few erasures: {stats:?}");
     assert!(stats.short_starts > 100, "too few holes: {stats:?}");
     assert!(stats.freezes > 500, "too few tables: {stats:?}");
     assert!(stats.wrong_clocks > 200, "too few clocks: {stats:?}");
-    assert!(stats.exchanged_stores > 50, "too few exchanges: {stats:?}");
+    assert!(stats.exchanged_stores > 20, "too few exchanges: {stats:?}");
 }
 
 /// `UNDERCROFT_SIM_SEED=N cargo test -p undercroft-sim replay -- --nocapture`
