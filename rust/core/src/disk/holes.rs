@@ -182,7 +182,8 @@ mod tests {
             let found = fill_holes(&file, LEN, (UNIT, PAGE), budget).unwrap();
             assert_eq!(joined(found), joined(lost.clone()), "budget {budget}");
             let after = space_of(&file).unwrap();
-            assert!(after <= before + budget, "{before} + {budget}: {after}");
+            // A filesystem may count a block of its own for a file in many pieces.
+            assert!(after <= before + budget + 4096, "{before} + {budget}: {after}");
             let lost: u64 = lost.iter().map(bytes_in).sum();
             assert!(after >= LEN - lost, "{after} of {LEN} without {lost}");
         }

@@ -102,9 +102,11 @@ fn a_life_with_a_wrong_clock_empties_nothing() {
         rig.save(number, BLOCKS);
         wait(&mut rig, 10);
     }
-    let rig = rig.restart(life(NOW + DAY));
+    let mut rig = rig.restart(life(NOW + DAY));
     assert_eq!(on_disk(&rig), 4 * u64::from(BLOCKS));
-    // Nothing stays for ever either.
+    // Nothing stays for ever either, once a life with a right clock has written a record.
+    rig.save(5, BLOCKS);
+    wait(&mut rig, 10);
     let rig = rig.restart(life(NOW + 9 * DAY));
     assert_eq!(on_disk(&rig), 0);
 }
