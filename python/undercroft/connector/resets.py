@@ -78,6 +78,10 @@ class Resets:
         self._keep_once = False
         self._version = None
         self._scheduler.origin.weights_change()
+        if self._kept:
+            # A sleep has emptied vLLM's own cache and kept the tiers, for weights that stay: nothing else drops them.
+            self.reset_cache()
+            self._may_have_changed = True
         if self._scheduler.origin.is_private:
             return
         self._scheduler.use_namespace(None)
