@@ -36,6 +36,8 @@ class Resets:
         self._ever_changed = False
         self._version: str | None = None
         """The name of the present weights, while it is to be used as soon as the device holds no other weights' KV."""
+        self._kept = False
+        """Whether a sleep kept the tiers, and no reset has dropped them since."""
         self._keep_once = False
         """Whether the next reset belongs to a sleep during which the weights stay."""
         self._has_warned = self._has_told = False
@@ -45,9 +47,10 @@ class Resets:
         version of the weights has a name."""
         keep, self._keep_once = self._keep_once, False
         if keep or (self._describe_version is not None and not self._scheduler.origin.is_private):
+            self._kept = self._kept or keep
             self._scheduler.forget_device()
             return True
-        self._may_have_changed = False
+        self._may_have_changed = self._kept = False
         return self._scheduler.reset_cache()
 
     def prefix_cache_is_reset(self) -> None:
