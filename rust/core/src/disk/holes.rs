@@ -183,7 +183,10 @@ mod tests {
             assert_eq!(joined(found), joined(lost.clone()), "budget {budget}");
             let after = space_of(&file).unwrap();
             // A filesystem may count a block of its own for a file in many pieces.
-            assert!(after <= before + budget + 4096, "{before} + {budget}: {after}");
+            assert!(
+                after <= before + budget + 4096,
+                "{before} + {budget}: {after}"
+            );
             let lost: u64 = lost.iter().map(bytes_in).sum();
             assert!(after >= LEN - lost, "{after} of {LEN} without {lost}");
         }

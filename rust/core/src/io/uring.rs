@@ -180,7 +180,6 @@ impl<I: FaultHook> Uring<I> {
                 verdict: Verdict::Pass,
             })
             .collect();
-        let unfinished = pieces.len().max(1);
         let count = pieces.len() as u16;
         let lane = &mut self.lanes[usize::from(operation.device)];
         lane.moving += 1;
@@ -199,9 +198,9 @@ impl<I: FaultHook> Uring<I> {
         self.slots[usize::from(index)].active = Some(Active {
             source: operation.given_checksum(),
             operation,
+            unfinished: pieces.len().max(1),
             pieces,
             tail: Progress::new(0),
-            unfinished,
             synced: false,
             fault: None,
         });

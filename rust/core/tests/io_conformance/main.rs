@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]
 
 mod erase;
+mod given;
 mod hang;
 mod kernel;
 mod rig;
@@ -27,6 +28,7 @@ use erase::{
     an_erasure_zeroes_the_range_and_returns_its_space_if_asked,
     endless_interruptions_of_any_call_end,
 };
+use given::{a_given_checksum_is_not_computed, the_checksum_covers_the_payload_only};
 use kernel::{
     a_sync_of_each_file_succeeds_and_its_failure_is_told,
     calls_that_fail_in_the_kernel_leave_room_for_others,
@@ -52,63 +54,6 @@ fn payloads_go_to_the_file_and_come_back(open: Open) {
             "what was read, length {len}"
         );
     }
-}
-
-fn a_given_checksum_is_not_computed(open: Open) {
-    let mut rig = Rig::new(open, Script::default());
-    let bytes = pattern(1, 2 * UNIT);
-    rig.arena.write(0, &bytes).unwrap();
-    let mut request = write(1, 0, 0, (2 * UNIT) as u32);
-    let IoRequest::WritePayload { checksum: sum, .. } = &mut request else {
-        unreachable!("a write")
-    };
-    *sum = Some(7);
-    assert_eq!(rig.one(request), Ok(7));
-    let mut stored = vec![0; bytes.len()];
-    rig.file("data").read_exact_at(&mut stored, 0).unwrap();
-    assert!(stored == bytes);
-    let of_the_bytes = checksum(&bytes);
-    let found = rig.one(read(2, 0, 0, (2 * UNIT) as u32, of_the_bytes));
-    assert_eq!(found, Ok(of_the_bytes));
-    let found = rig.one(read(3, 0, 0, (2 * UNIT) as u32, 7));
-    assert_eq!(found, Err(IoFault::Corrupt));
-}
-
-fn the_checksum_covers_the_payload_only(open: Open) {
-    let mut rig = Rig::new(open, Script::default());
-    let mut bytes = pattern(1, 2 * UNIT);
-    rig.arena.write(0, &bytes).unwrap();
-    let payload_len = (UNIT + 10) as u32;
-    let request = IoRequest::WritePayload {
-        token: 1,
-        device: 0,
-        file_offset: 0,
-        arena_offset: 0,
-        len: (2 * UNIT) as u32,
-        payload_len,
-        checksum: None,
-    };
-    let sum = checksum(&bytes[..payload_len as usize]);
-    assert_eq!(rig.one(request), Ok(sum));
-    let request = |token| IoRequest::ReadPayload {
-        token,
-        device: 0,
-        file_offset: 0,
-        arena_offset: 4 * UNIT,
-        len: (2 * UNIT) as u32,
-        payload_len,
-        checksum: sum,
-    };
-    bytes[payload_len as usize] ^= 1;
-    rig.prepare(0, &bytes);
-    assert_eq!(rig.one(request(2)), Ok(sum), "the padding does not count");
-    bytes[payload_len as usize - 1] ^= 0x80;
-    rig.prepare(0, &bytes);
-    assert_eq!(
-        rig.one(request(3)),
-        Err(IoFault::Corrupt),
-        "the last byte does"
-    );
 }
 
 fn metadata_is_written_and_synced(open: Open) {
