@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-const MIB: [u8; 1 << 20] = [b'x'; 1 << 20];
+static MIB: [u8; 1 << 20] = [b'x'; 1 << 20];
 
 /// Sends so many bytes.
 pub(super) fn fill(client: &mut TcpStream, mib: usize) -> Result<()> {
