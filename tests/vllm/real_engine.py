@@ -97,6 +97,8 @@ class Engine:
         if executor == "mp":
             _fork_workers_from_one_server()
         engine_args.setdefault("skip_tokenizer_init", True)
+        # A block has as many tokens as a state has bytes. Left to vLLM, the type of states depends on the processor.
+        engine_args.setdefault("mamba_ssm_cache_dtype", "float32")
         _let_groups_be_made_again()
         try:
             self.llm = LLM(
