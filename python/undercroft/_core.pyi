@@ -490,9 +490,16 @@ class Replay:
     """Replays a trace on the engine's index, slots and policies. Stores no payloads."""
 
     def __new__(
-        cls, host_blocks: int, disk_blocks: int = 0, leafhd: bool = False, second_touch: bool = False
+        cls,
+        host_blocks: int,
+        disk_blocks: int = 0,
+        leafhd: bool = False,
+        second_touch: bool = False,
+        disk_writes_per_s: float = 0.0,
     ) -> Replay:
-        """An empty engine. Capacities are in blocks; without disk blocks there is no disk tier. Raises ConfigError."""
+        """An empty engine. Capacities are in blocks; without disk blocks there is no disk tier. The disk writes
+        ``disk_writes_per_s`` blocks a second, or each block at once if that is 0. Raises ConfigError.
+        """
 
     def request(self, prompt: int, blocks: list[int]) -> tuple[int, int]:
         """Serve a request: look up the first ``prompt`` of its blocks, then save all its blocks.
@@ -501,9 +508,16 @@ class Replay:
         number of blocks found in host memory, and the number found on disk.
         """
 
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass until ``seconds`` after the start of the replay: the disk writes what waits for its rate."""
+
     @property
     def disk_writes(self) -> int:
         """Blocks written to disk so far."""
+
+    @property
+    def dropped_writes(self) -> int:
+        """Writes of blocks that were not made because too many waited already."""
 
 def available_memory() -> int:
     """Bytes of memory that this process may still take: the kernel's estimate, or the least that the limits of its

@@ -31,6 +31,7 @@ fn options(host_blocks: usize, disk_blocks: usize, policy: PolicyKind) -> Option
         disk_blocks,
         policy,
         second_touch: false,
+        disk_writes_per_s: 0.0,
         seed: 1,
     }
 }
@@ -188,6 +189,34 @@ fn second_touch_writes_what_comes_again_and_no_more() {
     assert_eq!(writes_all.tiers[1].inserted, trace.unique_blocks() as u64);
     assert_eq!(second_touch.tiers[1].inserted, reused);
     assert!(second_touch.hits < writes_all.hits);
+}
+
+#[test]
+fn a_slow_disk_writes_at_its_rate_and_drops_the_rest() {
+    let mut engine = ReplayEngine::new(&Options {
+        disk_writes_per_s: 4.0,
+        ..options(64, 640, PolicyKind::Lru)
+    })
+    .unwrap();
+    let first: Vec<u64> = (0..64).collect();
+    let others: Vec<u64> = (100..164).collect();
+    // What waits may take half of the memory: 32 blocks.
+    engine.request(64, &first);
+    let counts = |engine: &ReplayEngine| {
+        let counters = engine.counters();
+        let dropped = counters.refused_disk_behind + counters.refused_write_rate;
+        (counters.disk_writes, dropped)
+    };
+    assert_eq!(counts(&engine), (0, 32));
+    // The request took a millisecond.
+    engine.pass_time(5_001_000_000);
+    assert_eq!(counts(&engine), (20, 32));
+    engine.pass_time(3_600_000_000_000);
+    assert_eq!(counts(&engine), (32, 32));
+    engine.request(64, &others);
+    engine.pass_time(7_200_000_000_000);
+    let hit = engine.request(64, &first);
+    assert_eq!((hit.host, hit.disk), (0, 32));
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! Replays traces on the engine's index, slots, job table and policies. Payloads do not exist, and the disk carries out
-//! reads and writes at once.
+//! reads and writes at once, the writes at most at the rate of the options.
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::engine::{Engine, EngineConfig, SessionId};
@@ -24,6 +24,9 @@ const REQUEST: &str = "request";
 const REQUEST_NS: u64 = 1_000_000;
 /// Requests between two batches of metadata writes.
 const METADATA_REQUESTS: u64 = 256;
+/// Least time between two questions to the engine while writes wait for their rate: well below the time for which the
+/// engine saves its rate up.
+const STEP_NS: u64 = 50_000_000;
 
 /// The engine's options.
 #[derive(Clone, Debug)]
@@ -36,6 +39,9 @@ pub struct Options {
     pub policy: PolicyKind,
     /// Whether blocks are written to disk only from their second use on.
     pub second_touch: bool,
+    /// Blocks a second that the disk can write; 0 if it takes every write at once. What waits takes memory, and what
+    /// finds none is not written, as in an engine on a slow disk.
+    pub disk_writes_per_s: f64,
     /// Seed of the random choices.
     pub seed: u64,
 }
@@ -48,6 +54,9 @@ pub struct ReplayEngine {
     hashes: Vec<BlockHash>,
     io: Vec<IoRequest>,
     requests: u64,
+    now_ns: u64,
+    /// Time between two questions to the engine while writes wait for their rate.
+    step_ns: u64,
     /// Metadata writes in flight. They end in batches, so that a block of records is encoded once for many changes and
     /// a measurement shows the time of the index.
     metadata: Vec<u64>,
@@ -73,12 +82,16 @@ impl ReplayEngine {
             disk_blocks,
             policy,
             second_touch,
+            disk_writes_per_s,
             seed,
         } = *options;
         let bytes = |blocks: usize| blocks as u64 * u64::from(PAYLOAD_BYTES);
+        let write_rate = write_rate(disk_writes_per_s);
+        let block_ns = (u64::from(PAYLOAD_BYTES) * 1_000_000_000).checked_div(write_rate);
         let mut engine = Engine::new(EngineConfig {
             policy,
             second_touch,
+            write_rate,
             seed,
             // A replay needs no explanations.
             departures: 0,
@@ -110,6 +123,8 @@ impl ReplayEngine {
             hashes: Vec::new(),
             io: Vec::new(),
             requests: 0,
+            now_ns: 0,
+            step_ns: STEP_NS.max(block_ns.unwrap_or(0)),
             metadata: Vec::new(),
         })
     }
@@ -117,14 +132,9 @@ impl ReplayEngine {
     /// Serves a request: looks up the first `prompt` of its blocks, then saves all of them.
     pub fn request(&mut self, prompt: usize, blocks: &[u64]) -> Hit {
         self.requests += 1;
-        self.engine.set_now(self.requests * REQUEST_NS);
+        self.set_now(self.now_ns + REQUEST_NS);
         if self.requests.is_multiple_of(METADATA_REQUESTS) {
-            for token in self.metadata.drain(..) {
-                self.engine.complete(IoCompletion {
-                    token,
-                    result: Ok(0),
-                });
-            }
+            self.end_metadata();
         }
         self.hashes.clear();
         self.hashes.extend(
@@ -141,6 +151,32 @@ impl ReplayEngine {
         Hit {
             host: hit.saturating_sub(disk),
             disk: disk.min(hit),
+        }
+    }
+
+    /// Lets time pass until `now_ns`, counted from the start of the replay, in which the disk writes what waits. Does
+    /// nothing if that time is over: each request takes a millisecond.
+    pub fn pass_time(&mut self, now_ns: u64) {
+        while self.now_ns < now_ns {
+            self.end_metadata();
+            self.settle();
+            let waits = self.engine.has_io();
+            let step_ns = if waits { self.step_ns } else { u64::MAX };
+            self.set_now(self.now_ns.saturating_add(step_ns).min(now_ns));
+        }
+        self.settle();
+    }
+
+    fn set_now(&mut self, now_ns: u64) {
+        self.now_ns = now_ns;
+        self.engine.set_now(now_ns);
+    }
+
+    /// Ends the metadata writes in flight.
+    fn end_metadata(&mut self) {
+        for token in self.metadata.drain(..) {
+            let result = Ok(0);
+            self.engine.complete(IoCompletion { token, result });
         }
     }
 
@@ -176,6 +212,15 @@ impl ReplayEngine {
 
     fn settle(&mut self) {
         settle(&mut self.engine, &mut self.io, &mut self.metadata);
+    }
+}
+
+/// The engine's write rate in bytes a second; 0 is unlimited, and less than a byte is a byte.
+fn write_rate(blocks_per_s: f64) -> u64 {
+    if blocks_per_s > 0.0 {
+        ((blocks_per_s * f64::from(PAYLOAD_BYTES)) as u64).max(1)
+    } else {
+        0
     }
 }
 

@@ -84,6 +84,7 @@ fn replay<'py>(
         disk_blocks,
         policy: choice("policy", policy)?,
         second_touch,
+        disk_writes_per_s: 0.0,
         seed: 1,
     };
     let report = py

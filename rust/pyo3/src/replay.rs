@@ -17,14 +17,16 @@ pub(crate) struct PyReplay {
 
 #[pymethods]
 impl PyReplay {
-    /// An empty engine; capacities in blocks, 0 disk blocks for none. Raises ConfigError.
+    /// An empty engine; capacities in blocks, 0 disk blocks for none. The disk writes `disk_writes_per_s` blocks a
+    /// second, or each at once if that is 0. Raises ConfigError.
     #[new]
-    #[pyo3(signature = (host_blocks, disk_blocks = 0, leafhd = false, second_touch = false))]
+    #[pyo3(signature = (host_blocks, disk_blocks = 0, leafhd = false, second_touch = false, disk_writes_per_s = 0.0))]
     fn new(
         host_blocks: usize,
         disk_blocks: usize,
         leafhd: bool,
         second_touch: bool,
+        disk_writes_per_s: f64,
     ) -> Result<Self> {
         let options = Options {
             host_blocks,
@@ -35,6 +37,7 @@ impl PyReplay {
                 PolicyKind::Lru
             },
             second_touch,
+            disk_writes_per_s,
             seed: 1,
         };
         let engine = ReplayEngine::new(&options).map_err(HostError::from)?;
@@ -53,10 +56,26 @@ impl PyReplay {
         })
     }
 
+    /// Let time pass until `seconds` after the start of the replay: the disk writes what waits for its rate.
+    fn pass_time(&self, py: Python<'_>, seconds: f64) {
+        py.detach(|| {
+            let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+            engine.pass_time((seconds.max(0.0) * 1e9) as u64);
+        });
+    }
+
     /// Blocks written to disk so far.
     #[getter]
     fn disk_writes(&self) -> u64 {
         let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
         engine.counters().disk_writes
+    }
+
+    /// Writes that were not made because too many waited already.
+    #[getter]
+    fn dropped_writes(&self) -> u64 {
+        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        let counters = engine.counters();
+        counters.refused_write_rate + counters.refused_disk_behind
     }
 }
