@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import urllib.parse
 from collections.abc import Callable
 
@@ -11,12 +12,16 @@ from undercroft.remote_url import without_credentials
 from undercroft.units import DURATION_FORMAT, SIZE_FORMAT, parse_duration, parse_size
 
 
-def size(text: str) -> int:
-    """Bytes, above 0."""
+def _size(text: str) -> int:
     try:
-        found = parse_size(text)
+        return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}. Allowed: {SIZE_FORMAT}") from None
+
+
+def size(text: str) -> int:
+    """Bytes, above 0."""
+    found = _size(text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text}: zero. Allowed: {SIZE_FORMAT}, above 0")
     return found
@@ -25,6 +30,16 @@ def size(text: str) -> int:
 def sizes(text: str) -> list[int]:
     """Sizes separated by commas."""
     return [size(part) for part in text.split(",")]
+
+
+def sizes_or_zero(text: str) -> list[int]:
+    """Sizes separated by commas, each of which may be 0."""
+    return [_size(part) for part in text.split(",")]
+
+
+def rate(text: str) -> int:
+    """Bytes a second, above 0, such as "3GB" or "3GB/s"."""
+    return size(text.removesuffix("/s"))
 
 
 def duration(text: str) -> int:
@@ -46,15 +61,23 @@ def whole(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def seconds(text: str) -> float:
-    """A time in seconds, from 0.1 to a day."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0.1 <= found <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0.1 to 86400")
-    return found
+def number(low: float, high: float, noun: str = "number") -> Callable[[str], float]:
+    """A number from ``low`` to ``high``. ``noun``: the name of such a number, for messages."""
+
+    def parse(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not low <= found <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not a {noun} from {low:g} to {high:g}")
+        return found
+
+    return parse
+
+
+seconds = number(0.1, 86_400, "number of seconds")
+"""A time in seconds, from 0.1 to a day."""
 
 
 def url(text: str) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from undercroft.estimate.trace import Trace
 
-_ENGINE_BLOCKS_MIN = 64
-"""Least blocks of an engine's memory: the memory has pages, and each page holds some blocks."""
+BLOCKS_MIN = 4
+"""Least blocks of a tier: tiers have pages, and the smallest page of the engine without payloads holds some blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,13 @@ class Outcome:
     """Tokens found in host memory."""
     disk_tokens: int
     """Tokens found on disk only."""
+    host_hits: int
+    """Requests whose hit was in host memory as a whole."""
+    disk_hits: int
+    """Requests of whose hit a part was on disk only."""
     disk_write_tokens: int
+    disk_dropped_tokens: int
+    """Tokens that the disk had no time to write."""
 
     @property
     def hit_percent(self) -> float:
@@ -37,23 +43,35 @@ class Tiers:
     disk_tokens: int = 0
     leafhd: bool = False
     second_touch: bool = False
+    disk_write_tokens_s: float = 0.0
+    """Tokens a second that the disk can write; 0 if it takes every write at once."""
 
 
 def replay(trace: Trace, tiers: Tiers, progress: Callable[[int], object] | None = None) -> Outcome:
-    """Serve the requests one after the other, with an engine of this size."""
+    """Serve the requests one after the other, with an engine of this size.
+
+    A disk with a rate writes in the trace's time. Writes that wait take host memory, at most half of it. Writes beyond
+    that are not made, so their blocks are missing later.
+    """
     from undercroft import _core
 
     size = trace.block_tokens
     engine = _core.Replay(
-        max(_ENGINE_BLOCKS_MIN, tiers.host_tokens // size),
+        tiers.host_tokens // size,
         tiers.disk_tokens // size,
         tiers.leafhd,
         tiers.second_touch,
+        tiers.disk_write_tokens_s / size,
     )
-    host = disk = 0
+    host = disk = host_hits = disk_hits = 0
     for request in trace.requests:
+        if tiers.disk_write_tokens_s:
+            engine.pass_time(request.time_s - trace.requests[0].time_s)
         found = engine.request(request.prompt_blocks, request.blocks)
         host, disk = host + found[0], disk + found[1]
+        disk_hits += found[1] > 0
+        host_hits += found[0] > 0 == found[1]
         if progress is not None:
             progress(1)
-    return Outcome(trace.tokens, host * size, disk * size, engine.disk_writes * size)
+    writes, dropped = engine.disk_writes, engine.dropped_writes
+    return Outcome(trace.tokens, host * size, disk * size, host_hits, disk_hits, writes * size, dropped * size)
