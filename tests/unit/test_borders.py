@@ -16,7 +16,7 @@ DOCUMENT = (ROOT / "docs/security.md").read_text(encoding="utf-8")
 HEADER = "| who | may | may not | enforced by | tested by |"
 WHO = (
     "another Unix user", "a process of the same user", "a client of vLLM's HTTP API", "a tenant", "a remote store",
-    "an attacker on the network", "a neighbour on the server", "root",
+    "an attacker on the network", "a neighbour on the server", "whoever reads a core dump", "root",
 )  # fmt: skip
 
 
