@@ -98,7 +98,7 @@ def test_text_has_a_table_and_a_chart(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "1,000 requests, " in said
     assert [line.split()[0] for line in said.splitlines() if "MiB" in line][:2] == ["64", "64"]
     assert "#########" in said
-    assert "break-even: a hit is faster than computing where a tier is read at more than" in said
+    assert "\n\nbreak-even: a hit is faster than computing where a tier is read at more than" in said
 
 
 # Host memory for 16 blocks, of which writes that wait take 8, and a disk that writes half a block a second.

@@ -276,8 +276,9 @@ def _print(found: dict[str, Any], model: Model) -> None:
         bar = "#" * round(BAR * point["hit_percent"] / 100)
         say(f"{format_size(point['tokens'] * each):>10}  {point['hit_percent']:5.1f} %  {bar}")
     if found["break_even_bytes_per_second"] is not None:
+        say()
         say(
-            f"\nbreak-even: a hit is faster than computing where a tier is read at more than "
+            f"break-even: a hit is faster than computing where a tier is read at more than "
             f"{format_size(found['break_even_bytes_per_second'])}/s"
         )
 
