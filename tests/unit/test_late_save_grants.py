@@ -78,6 +78,8 @@ def test_slots_for_blocks_that_were_not_held_are_given_back_and_asked_for_again(
     assert world.step().saves == []
     assert world.session.reserved == {}
     assert [world.pool.blocks[block].ref_cnt for block in world.tables["a"][0]] == [1, 1, 1, 1]
+    [(_, _, reason)] = [call for call in world.session.calls if call[0] == "give_up"]
+    assert reason == "retry", "no save has failed"
     request.append(*tokens(1))
     jobs = [job for _ in range(8) for job in world.step([(request, 0)]).saves]
     assert [len(job.groups[0].offsets) for job in jobs] == [4]
