@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -268,7 +269,9 @@ def test_rejected_requests_end_and_reach_their_own_clients() -> None:
     assert len(scheduler.finished) == 1
 
 
-@pytest.mark.parametrize("connector", [None, SimpleNamespace(), SimpleNamespace(_connectors=[SimpleNamespace()])])
+@pytest.mark.parametrize(
+    "connector", [None, SimpleNamespace(), SimpleNamespace(_connectors=[SimpleNamespace()]), Mock()]
+)
 def test_schedulers_without_undercroft_are_left_alone(connector: Any) -> None:
     scheduler = FakeScheduler(connector)
     assert wrapped()(scheduler, None, None) == {0: SimpleNamespace(outputs=["normal"])}

@@ -32,7 +32,8 @@ def wrap_update_from_output(
         except KeyError:
             take = scheduler.__dict__[_TAKE] = find_take(scheduler.connector)
         rejections = take() if take is not None else None
-        if not rejections:
+        if not rejections or not isinstance(rejections, list):
+            # No list: such as from a stand-in for a connector, which has every attribute.
             return original(scheduler, *args, **kwargs)
         by_id = {rejection.request_id: rejection for rejection in rejections}
         ended = [request for name in by_id if (request := scheduler.requests.get(name)) and not request.is_finished()]
