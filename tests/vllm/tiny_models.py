@@ -130,13 +130,13 @@ def make_mtp(directory: Path) -> Path:
     return _once(directory, write)
 
 
-def make_qwen3_next(directory: Path) -> Path:
+def make_qwen3_next(directory: Path, shape: Shape | None = None) -> Path:
     """A Qwen3-Next model: a group of linear attention (one state) and one of full attention. Run it in bfloat16."""
 
     def write() -> None:
         from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
-        s = Shape()
+        s = shape or Shape()
         config = _config(s, "Qwen3NextForCausalLM", "qwen3_next") | {
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
