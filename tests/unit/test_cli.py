@@ -352,17 +352,17 @@ def test_inspect_drops_one_namespace(capsys: pytest.CaptureFixture[str], tmp_pat
     blocks = {space["description"]["model"]: space["blocks"] for space in before["namespaces"]}
     assert blocks == {"one": 20, "two": 10}
     digest = next(space["digest"] for space in before["namespaces"] if space["blocks"] == 20)
-    code, after = run_json(capsys, "inspect", str(tmp_path), "--drop", digest[:12])
+    code, after = run_json(capsys, "inspect", str(tmp_path), "--drop", digest[:12], "--yes")
     assert (code, after["dropped_namespaces"]) == (0, 1)
     assert [space["blocks"] for space in after["namespaces"]] == [10]
     engine = _opened(tmp_path)
     assert engine.info()["blocks_recovered"] == 10
     # While an engine uses the directory, no namespace is removed.
-    assert main.main(["inspect", str(tmp_path), "--drop", after["namespaces"][0]["digest"]]) == 2
+    assert main.main(["inspect", str(tmp_path), "--drop", after["namespaces"][0]["digest"], "--yes"]) == 2
     assert "in use" in capsys.readouterr().err
     engine.close()
     for wrong, why, code in ((digest, "no namespace", 1), ("12", "at least 8", 2)):
-        assert main.main(["inspect", str(tmp_path), "--drop", wrong]) == code
+        assert main.main(["inspect", str(tmp_path), "--drop", wrong, "--yes"]) == code
         assert why in capsys.readouterr().err
 
 

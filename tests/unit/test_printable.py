@@ -155,7 +155,7 @@ class Place:
                 [self.none],
                 [f"file://{self.none}"],
             ],
-            "remote": [["gc", f"file://{self.root / 'remote'}{HOSTILE}", "--max-age", "1d"], [HOSTILE]],
+            "remote": [["gc", f"file://{self.root / 'remote'}{HOSTILE}", "--max-age", "1d", "--yes"], [HOSTILE]],
             "size": [[str(self.model)], [self.none]],
             "estimate": [["--trace", str(self.trace), "--model", str(self.model), "--host-memory", "1GiB"]],
             "pin": [[*url, str(self.prompts)], [*url, self.none], [*here, "--hashes", str(self.trace)]],

@@ -51,10 +51,10 @@ def test_gc_removes_the_oldest_until_the_rest_fits(capsys: pytest.CaptureFixture
     dry = printed(capsys, "remote", "gc", url, "--max-bytes", "12KiB", "--dry-run")
     assert (dry["objects"], dry["removed_objects"], dry["dry_run"]) == (8, 5, True)
     assert all(path.exists() for path in paths)
-    report = printed(capsys, "remote", "gc", url, "--max-bytes", "12KiB")
+    report = printed(capsys, "remote", "gc", url, "--max-bytes", "12KiB", "--yes")
     assert (report["removed_objects"], report["removed_bytes"]) == (5, 20 * KIB)
     assert [path.exists() for path in paths] == [False] * 5 + [True] * 3
-    code, out, _ = run(capsys, "remote", "gc", url, "--max-age", "2h")
+    code, out, _ = run(capsys, "remote", "gc", url, "--max-age", "2h", "--yes")
     assert code == 0
     assert "removed: 3 objects, 12 KiB" in out
 
@@ -66,13 +66,13 @@ def test_gc_needs_a_limit_and_says_which_values_are_allowed(capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(["remote", "gc", f"file://{remote}", "--max-age", "soon"])
     assert "Allowed: seconds" in capsys.readouterr().err
-    code, _, err = run(capsys, "remote", "gc", "redis://:hunter2@host", "--max-age", "1d")
+    code, _, err = run(capsys, "remote", "gc", "redis://:hunter2@host", "--max-age", "1d", "--yes")
     assert code == 2
     assert "hunter2" not in err
     assert "REDIS_PASSWORD" in err
 
 
-@pytest.mark.parametrize("command", [("inspect",), ("remote", "gc", "--max-age=1d")])
+@pytest.mark.parametrize("command", [("inspect",), ("remote", "gc", "--max-age=1d", "--yes")])
 def test_a_directory_that_is_missing_is_named_and_not_made(
     capsys: pytest.CaptureFixture[str], remote: Path, command: tuple[str, ...]
 ) -> None:
@@ -156,7 +156,7 @@ def test_a_directory_that_others_may_write_is_refused_with_its_path_and_the_reme
     assert (refused.status, words in refused.found) == ("fail", True), refused.found
     assert "chown" in refused.advice and "remote_any_owner" in refused.advice
     assert words in _core.remote_examine(url)
-    commands = (["inspect", url], ["remote", "gc", url, "--max-bytes", "1"])
+    commands = (["inspect", url], ["remote", "gc", url, "--max-bytes", "1", "--yes"])
     for command in commands:
         code, _, err = run(capsys, *command)
         assert (code, words in err, "remote_any_owner" in err) == (1, True, True), err

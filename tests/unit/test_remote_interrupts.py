@@ -49,7 +49,7 @@ def until_reader(fifo: Path, process: subprocess.Popen[str]) -> int:
     [
         (["inspect", URL], 1),
         (["doctor", "--role", "serve", "--json", "--remote", URL], 1),
-        (["remote", "gc", URL, "--max-age", "1d"], 2),
+        (["remote", "gc", URL, "--max-age", "1d", "--yes"], 2),
         (["bench", "remote", URL], 2),
     ],
 )
@@ -133,7 +133,7 @@ def test_an_interrupt_of_gc_during_the_list_removes_nothing(tmp_path: Path) -> N
         "AWS_CONFIG_FILE": none,
         "AWS_SHARED_CREDENTIALS_FILE": none,
     }
-    with command(["remote", "gc", URL, "--max-bytes", "1KiB"], environment) as process:
+    with command(["remote", "gc", URL, "--max-bytes", "1KiB", "--yes"], environment) as process:
         try:
             assert Store.several.wait(60), process.poll()
             process.send_signal(signal.SIGINT)

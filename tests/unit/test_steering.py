@@ -89,7 +89,7 @@ def test_clear_says_what_has_gone_and_the_session_goes_on(
     save(engine, session, 1, 4)
     save(engine, other, 2, 4)
     assert engine.flush(30)
-    cleared = run(capsys, "clear", "--namespace", session.namespace[:12], "--erase")
+    cleared = run(capsys, "clear", "--namespace", session.namespace[:12], "--erase", "--yes")
     assert cleared["finished"] and cleared["durable"] and not cleared["removing"]
     assert (cleared["host_blocks"], cleared["disk_blocks"], cleared["pending"]) == (4, 4, 0)
     assert cleared["erased_bytes"] == cleared["disk_bytes"] == 4 * PAYLOAD
@@ -97,22 +97,22 @@ def test_clear_says_what_has_gone_and_the_session_goes_on(
     assert payload(1, 0)[:4096] not in data and payload(2, 0)[:4096] in data
     assert (hit(session, 1, 4), hit(other, 2, 4)) == (0, 64)
     assert save(engine, session, 1, 4) and hit(session, 1, 4) == 64
-    assert main.main(["clear", "--all"]) == 0
+    assert main.main(["clear", "--all", "--yes"]) == 0
     text = capsys.readouterr().out
     assert "removed from host memory: 8 blocks, 512 KiB" in text, text
     assert (hit(session, 1, 4), hit(other, 2, 4)) == (0, 0)
-    assert main.main(["clear", "--namespace", "00000000"]) == 1
+    assert main.main(["clear", "--namespace", "00000000", "--yes"]) == 1
     assert "no namespace has a digest that begins with 00000000" in capsys.readouterr().err
 
 
 def test_clear_by_age_leaves_what_was_used(engine: _core.Engine, capsys: pytest.CaptureFixture[str]) -> None:
     session = registered(engine)
     save(engine, session, 1, 4)
-    assert run(capsys, "clear", "--older-than", "1h")["host_blocks"] == 0
+    assert run(capsys, "clear", "--older-than", "1h", "--yes")["host_blocks"] == 0
     assert hit(session, 1, 4) == 64
     # Blocks that are being written are in use.
     assert engine.flush(30)
-    assert run(capsys, "clear", "--older-than", "0s")["host_blocks"] == 4
+    assert run(capsys, "clear", "--older-than", "0s", "--yes")["host_blocks"] == 4
     assert hit(session, 1, 4) == 0
 
 
@@ -284,7 +284,7 @@ def test_a_damaged_file_changes_nothing(engine: _core.Engine, place: Path, capsy
     assert engine.flush(30)
     file = place / "blocks"
     run(capsys, "export", session.namespace[:8], str(file))
-    run(capsys, "clear", "--all")
+    run(capsys, "clear", "--all", "--yes")
     whole = file.read_bytes()
     file.write_bytes(whole[:-9000] + b"x" + whole[-8999:])
     assert main.main(["import", str(file)]) == 1

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from undercroft.cli import arguments, engines, output, waiting
+from undercroft.cli.confirm import add_yes, confirm
 from undercroft.cli.output import say
 from undercroft.cli.sockets import absolute_path
 from undercroft.units import format_size
@@ -22,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         help="remove blocks from a running engine",
         description="Removes blocks from host memory and disk while the engine runs. No lookup finds them "
         "afterwards, not even after a restart. Blocks in use are removed when their use ends. Exit code 1 if no engine "
-        "answers, it refuses, or --timeout is over.",
+        "answers, it refuses, or --timeout is over; 2 without a terminal and without --yes.",
         epilog="example: undercroft clear --namespace 3f9a1c02 --erase --yes",
     )
     arguments.add_engine(parser, absolute_path)
@@ -41,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     )
     which.add_argument("--all", action="store_true", help="all blocks")
     parser.add_argument("--erase", action="store_true", help="erase their bytes on disk")
-    parser.add_argument("--yes", action="store_true", help="remove them without a question on the terminal")
+    add_yes(parser)
     parser.add_argument(
         "--timeout", type=arguments.seconds, default=600.0, metavar="S", help="longest wait in seconds (%(default)s)"
     )
@@ -58,10 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """Clear, wait, and print the number of removed blocks."""
     socket = engines.socket_of(args)
     what, named = _what(args)
-    if not args.yes and sys.stdin.isatty():
-        question = f"Remove {named} from unix://{socket}? [y/N] "
-        if input(question).strip().lower() not in ("y", "yes"):
-            raise output.CommandError("nothing was removed")
+    confirm(args, f"{named} from unix://{socket}")
     begun = engines.operate(socket, {"clear": {"what": what, "erase": args.erase}})
     cleared, over = waiting.until(
         socket, {"cleared": {}}, lambda said: _is_over(said, begun["order"]), _line, args.timeout

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from undercroft import descriptions
 from undercroft.cli import arguments, inspect_remote, output
+from undercroft.cli.confirm import add_yes, confirm
 from undercroft.cli.output import say
 from undercroft.connector.releases import release_of
 from undercroft.connector.weights import SAMPLED, Digests, digests_file, model_place, weights_digest
@@ -30,7 +31,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         parents=[shared],
         help="list the contents of a cache directory or a remote store",
         description="Shows namespaces, blocks, bytes and age of a cache directory, or those of a remote store. Changes "
-        "nothing without --drop. Exit code 1 if --verify finds a corrupt payload.",
+        "nothing without --drop. Exit code 1 if --verify finds a corrupt payload; 2 for --drop without a terminal "
+        "and without --yes.",
         epilog="example: undercroft inspect /mnt/nvme0/undercroft --verify",
     )
     parser.add_argument("directory", metavar="DIR|URL", help="the disk_path of an engine, or the URL of a remote store")
@@ -40,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         metavar="NAMESPACE",
         help="first remove the namespace with this digest (eight digits or more), of a directory that is not in use",
     )
-    parser.add_argument("--yes", action="store_true", help="remove it without a question on the terminal")
+    add_yes(parser)
     parser.add_argument(
         "--diff", nargs=2, metavar="NAMESPACE", help="show the differences of two namespaces (first digits of each)"
     )
@@ -131,14 +133,13 @@ def _diff(found: dict[str, Any], one: str, other: str, *, digests: Digests, as_j
 
 
 def _drop(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Remove a namespace; on a terminal, ask before. Returns the remaining contents."""
+    """Remove a namespace, after a question. Returns the remaining contents."""
     from undercroft import _core
 
     if len(args.drop) >= _DIGITS_MIN:
         space = _chosen(found, args.drop)
         what = f"{space['digest'][:12]} ({_name(space)}): {space['blocks']} blocks, {format_size(space['bytes'])}"
-        if sys.stdin.isatty() and not args.yes and input(f"Remove {what}? [y/N] ").strip().lower() not in ("y", "yes"):
-            raise output.CommandError("nothing was removed")
+        confirm(args, what)
         say(f"removing {what}", file=sys.stderr)
     dropped = _core.drop_namespace(args.directory, args.drop)
     left: dict[str, Any] = _core.inspect(args.directory)

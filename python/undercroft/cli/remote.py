@@ -8,8 +8,10 @@ import sys
 from tqdm import tqdm
 
 from undercroft.cli import arguments, output
+from undercroft.cli.confirm import add_yes, confirm
 from undercroft.cli.output import say
 from undercroft.errors import ConfigError
+from undercroft.remote_url import without_credentials
 from undercroft.units import format_size
 
 
@@ -27,9 +29,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         parents=[shared],
         help="remove the oldest objects",
         description="Removes the oldest objects of a remote store until the others fit, and those beyond an age. Run "
-        "it now and then, from cron, on any host. It may run beside engines that write, and twice at once. "
-        "An object that was written or read within the last minute stays. A Redis server removes objects itself.",
-        epilog="example: undercroft remote gc s3://bucket/undercroft --max-bytes 20TiB --max-age 7d",
+        "it now and then, from cron with --yes, on any host. It may run beside engines that write, and twice at once. "
+        "An object that was written or read within the last minute stays. A Redis server removes objects itself. Exit "
+        "code 2 without a terminal and without --yes or --dry-run.",
+        epilog="example: undercroft remote gc s3://bucket/undercroft --max-bytes 20TiB --max-age 7d --yes",
     )
     gc.add_argument("url", metavar="URL", help="as the option remote")
     gc.add_argument("--max-bytes", type=arguments.size, metavar="SIZE", help="keep at most this many bytes")
@@ -40,6 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         help="remove objects that no host has used for this time, such as 3d",
     )
     gc.add_argument("--dry-run", action="store_true", help="only report the objects that would be removed")
+    add_yes(gc)
     arguments.add_owner(gc)
     gc.set_defaults(run=run)
 
@@ -50,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.max_bytes is None and args.max_age is None:
         raise ConfigError("nothing to remove: give --max-bytes, --max-age, or both")
+    if not args.dry_run:
+        confirm(args, f"{_objects(args)} from {without_credentials(args.url)}")
     with tqdm(desc="remove", unit=" objects", disable=args.json or not sys.stderr.isatty()) as bar:
 
         def progress(counts: list[int]) -> None:
@@ -79,3 +85,13 @@ def run(args: argparse.Namespace) -> int:
     if report["oldest_s"] is not None:
         say(f"the oldest that is left was used {output.age_text(report['oldest_s'])} ago")
     return 0
+
+
+def _objects(args: argparse.Namespace) -> str:
+    """The objects that the command removes, as a text for people."""
+    limits = []
+    if args.max_age is not None:
+        limits.append(f"not used for {output.age_text(args.max_age)}")
+    if args.max_bytes is not None:
+        limits.append(f"beyond {format_size(args.max_bytes)}, the oldest first")
+    return f"the objects {' or '.join(limits)},"
