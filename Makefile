@@ -59,7 +59,7 @@ $(DEPS): $(STAMPS)/venv pyproject.toml tools/overrides.txt tools/vllm_command.py
 	@rm -f $(STAMPS)/deps-* && touch $@
 
 $(STAMPS)/wheel: $(DEPS) $(RUST_SOURCES) | cargo
-	@$(UV_ENV); maturin develop --release --uv
+	@$(UV_ENV); $(COMMIT); maturin develop --release --uv
 	@$(UV_ENV); maturin develop --release --uv --manifest-path rust/pyo3-bench/Cargo.toml
 	@touch $@
 

@@ -6,6 +6,11 @@ Pure Python, so that both extension modules raise the same classes, and configur
 from __future__ import annotations
 
 
+def cause(error: Exception) -> str:
+    """The reason of an error, for a message that names the file: without Python's number and without the name."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 class UndercroftError(Exception):
     """Base of all errors here."""
 

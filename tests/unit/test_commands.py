@@ -60,6 +60,8 @@ BAD: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("resize", "--host-memory", "lots"), "--host-memory", "GiB"),
     (("resize", "--disk-capacity", "0"), "--disk-capacity", "above 0"),
     (("nonsense",), "nonsense", "serve"),
+    (("statsu",), "'statsu'", "(did you mean 'status'?)"),
+    (("pin", "none", "--namespace", "00", "--hashes"), "none: the file cannot be read (No such file or directory)", ""),
 )
 
 

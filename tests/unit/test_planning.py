@@ -74,15 +74,19 @@ def test_doctor_tells_the_plan_of_each_engine_with_a_disk(running, capsys):
     from undercroft.cli.doctor import plans
 
     early, known = plans.checks()
-    assert (early.name, early.status, early.plan) == ("plan of 2", "ok", None)
-    assert (known.name, known.status, known.found) == ("plan of 3", "ok", planning.sentence(STATS))
+    assert (early.name, early.status, early.plan) == ("plan of the engine in process 2", "ok", None)
+    assert (known.name, known.status, known.found) == (
+        "plan of the engine in process 3",
+        "ok",
+        planning.sentence(STATS),
+    )
     doctor._print(known)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:2] == ["tokens", "computing"]
+    assert lines[1].split()[:3] == ["prompt", "tokens", "computing"]
     assert lines[-1].split()[0] == "131072" and lines[-1].endswith("load")
     running[2]["stats"]["plan_remote_bytes_per_s"] = 100_000_000
     _, _, remote = plans.checks()
-    assert (remote.name, remote.status) == ("plan of 3", "warn") and "store" in remote.advice
+    assert (remote.name, remote.status) == ("plan of the engine in process 3", "warn") and "store" in remote.advice
     del running[2]["stats"]["plan_remote_bytes_per_s"]
     running[2]["stats"]["plan_disk_bytes_per_s"] = 100_000_000
     _, slow = plans.checks()

@@ -13,7 +13,7 @@ from undercroft.cli import output
 from undercroft.cli.output import say
 from undercroft.config import EXTRA_CONFIG, OPTIONS, UndercroftConfig, unknown_environment
 from undercroft.engine import engine_options
-from undercroft.errors import ConfigError, UndercroftError
+from undercroft.errors import ConfigError, UndercroftError, cause
 from undercroft.units import format_size
 
 CONNECTOR = "UndercroftConnector"
@@ -60,7 +60,7 @@ def read_extra_config(text: str) -> dict[str, Any]:
         try:
             text = Path(text[1:]).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{text}: cannot be read: {error}") from None
+            raise ConfigError(f"{text}: cannot be read: {cause(error)}") from None
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from undercroft.cli.output import CommandError
 from undercroft.cli.sockets import default_socket
-from undercroft.errors import ConfigError, UndercroftError
+from undercroft.errors import ConfigError, UndercroftError, cause
 
 # An engine answers within milliseconds. Without an answer in this time it is frozen.
 TIMEOUT_S = 2.0
@@ -60,7 +60,9 @@ def of_directory(path: str) -> str:
     try:
         lines = lock.read_text(encoding="utf-8").splitlines()
     except PermissionError as error:
-        raise CommandError(f"--disk-path {path}: {error}; run the command as the user of the engine") from None
+        raise CommandError(
+            f"--disk-path {path}: {lock}: {cause(error)}; run the command as the user of the engine"
+        ) from None
     except (FileNotFoundError, NotADirectoryError):
         if not Path(path).is_dir():
             raise ConfigError(
@@ -68,7 +70,7 @@ def of_directory(path: str) -> str:
             ) from None
         raise CommandError(f"--disk-path {path}: no engine has ever used this directory") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"--disk-path {path}: {lock} cannot be read ({error})") from None
+        raise CommandError(f"--disk-path {path}: {lock} cannot be read ({cause(error)})") from None
     if len(lines) < 2:
         raise CommandError(f"--disk-path {path}: no engine has this directory open now")
     try:

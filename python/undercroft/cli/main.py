@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 import undercroft
 from undercroft.cli.output import say
-from undercroft.errors import ConfigError, StoreError, UndercroftError
+from undercroft.errors import ConfigError, StoreError, UndercroftError, cause
+from undercroft.option_values import did_you_mean
 from undercroft.printable import printable
 
 COMMANDS = (
@@ -69,6 +70,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # An argument may be the name of somebody's file.
         super().error(printable(message))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            choices = [str(choice) for choice in action.choices or ()]
+            raise argparse.ArgumentError(action, error.message + did_you_mean(str(value), choices)) from None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
@@ -123,7 +131,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: Exception, code: int) -> int:
-    say(f"undercroft: error: {str(error).removeprefix('undercroft: ')}", file=sys.stderr)
+    text = str(error)
+    if isinstance(error, OSError) and error.filename:
+        text = f"{error.filename}: {cause(error)}"
+    say(f"undercroft: error: {text.removeprefix('undercroft: ')}", file=sys.stderr)
     return code
 
 

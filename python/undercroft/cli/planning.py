@@ -69,7 +69,7 @@ def of_tiers(stats: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     return [(tier, text, of) for tier, of in tiers if (text := sentence(of, tier))]
 
 
-HEADER = ("tokens", "computing", "loading", "equal at", "decision")
+HEADER = ("prompt tokens", "computing", "loading", "break-even rate", "decision")
 
 
 def table(stats: dict[str, Any]) -> list[tuple[str, ...]]:

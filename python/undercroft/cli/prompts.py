@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from undercroft.errors import ConfigError
+from undercroft.errors import ConfigError, cause
 
 ALLOWED = 'text in quotes, a list of token ids, or an object with "prompt" or "messages"'
 
@@ -30,7 +30,7 @@ def read(file: Path, is_possible: Callable[[Any], bool], allowed: str) -> list[t
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: the file cannot be read ({error})") from None
+        raise ConfigError(f"{file}: the file cannot be read ({cause(error)})") from None
     found = []
     # JSON text may hold the other characters at which `str.splitlines` splits.
     for number, line in enumerate(text.split("\n"), 1):

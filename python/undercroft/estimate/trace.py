@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from undercroft.errors import ConfigError
+from undercroft.errors import ConfigError, cause
 
 FORMAT = "undercroft_trace"
 VERSION = 1
@@ -100,7 +100,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if line.strip():
                     yield number, line
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a trace: {error}") from None
+        raise ConfigError(f"{path} cannot be read as a trace: {cause(error)}") from None
 
 
 def _header(value: dict[str, Any], before: int | None, where: str) -> int:

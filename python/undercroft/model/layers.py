@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from undercroft.connector.weights import model_place
-from undercroft.errors import ConfigError
+from undercroft.errors import ConfigError, cause
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _KINDS = {
@@ -76,7 +76,7 @@ def read_config(model: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model {model!r}: {path} cannot be read as a model's config.json ({error})") from None
+        raise ConfigError(f"model {model!r}: {path} cannot be read as a model's config.json ({cause(error)})") from None
     if not isinstance(config, dict):
         raise ConfigError(f"model {model!r}: {path} holds no object")
     text = next((config[name] for name in ("text_config", "llm_config") if isinstance(config.get(name), dict)), None)

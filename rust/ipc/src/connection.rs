@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use undercroft_core::fork::Unshared;
 
 use crate::descriptors;
 use crate::frame::{self, FrameError, FrameKind};
@@ -20,7 +21,7 @@ use crate::socket_dir::connect_at_once;
 #[non_exhaustive]
 pub enum ConnectError {
     /// No server answers at the socket.
-    #[error("{path:?}: {source}; is `undercroft serve` running there?")]
+    #[error("{path:?}: {source}; is an engine running there, in a vLLM or in `undercroft serve`?")]
     Os {
         /// The socket.
         path: PathBuf,
@@ -63,7 +64,7 @@ pub enum ConnectError {
 #[derive(Debug)]
 pub(crate) struct ServerConnection {
     path: PathBuf,
-    pub(crate) stream: UnixStream,
+    pub(crate) stream: Unshared<UnixStream>,
     inbox: Vec<u8>,
     outbox: Vec<u8>,
 }
@@ -91,7 +92,7 @@ impl ServerConnection {
         }
         Ok(Self {
             path: path.into(),
-            stream: UnixStream::from(socket),
+            stream: socket,
             inbox: Vec::new(),
             outbox: Vec::new(),
         })

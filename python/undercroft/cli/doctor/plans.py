@@ -17,7 +17,7 @@ def checks() -> Iterator[Check]:
     """For each engine of this user that has measured a tier and its model: the least length of prompts it reads."""
     for engine in engines.all_of_user():
         tiers = planning.of_tiers(engine["stats"])
-        name = f"plan of {engine['pid']}"
+        name = f"plan of the engine in process {engine['pid']}"
         if not tiers and engine["info"].get("disks"):
             yield Check(name, "ok", "no plan yet: the engine has not read and computed enough")
         for tier, sentence, stats in tiers:

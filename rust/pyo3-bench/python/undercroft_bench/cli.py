@@ -184,7 +184,9 @@ def _add(
         else:
             output.print_fields(result)
             _print_cases(result.get("cases", []) or result.get("cold", []))
-            _print_cases(result.get("plan", []))
+            if plan := result.get("plan"):
+                output.say("\nLoad or compute, as the running engine has measured its tiers and its model:")
+                _print_cases(plan)
         return 0
 
     parser.set_defaults(run=run)
