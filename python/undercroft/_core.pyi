@@ -242,7 +242,11 @@ class Engine:
 
     def close(self) -> None:
         """End the session with a server. For an engine of this process: finish writes in flight (bounded), stop the
-        threads and release the directories. Idempotent."""
+        threads and release the directories. Idempotent; nothing in a forked child, which has none of these."""
+
+def take_log(timeout_s: float = 0.0) -> list[tuple[str, str]]:
+    """The lines for the log since the last call, in order, each with its level ("info" or "warning"). They are those of
+    all engines of this process. Waits at most ``timeout_s`` seconds for the first (GIL released)."""
 
 def operate(socket: str, operation: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
     """Let the engine at ``socket`` carry out an operation, and return the answer. Raises ServerError.

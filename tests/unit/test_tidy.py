@@ -20,7 +20,9 @@ LAYERS = (
         "metrics",
         "checksum",
         "cipher",
+        "fork",
         "little_endian",
+        "log",
         "memory",
         "panics",
         "prefetch",
@@ -37,7 +39,7 @@ LAYERS = (
     ("embedded",),
 )
 # `io` stands beside the layers: files and buffers, never keys; of the others, only these.
-IO_MAY_USE = {"io", "arena", "checksum", "cipher", "memory", "error", "secret"}
+IO_MAY_USE = {"io", "arena", "checksum", "cipher", "fork", "memory", "error", "secret"}
 # Only the driver runs an IO engine; the state machine and the store speak its requests.
 IO_ENGINES = {"uring", "pool", "fault", "raw"}
 MAY_NAME_IO_ENGINES = {"io", "driver"}

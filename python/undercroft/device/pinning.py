@@ -37,6 +37,34 @@ def chunk_bytes(size: int) -> int:
     return chunk
 
 
+_OPEN: set[int] = set()
+"""Opens of the arena's file by this module. A forked child would keep the memory, and the lock on it."""
+
+
+def _opened(descriptor: int, flags: int) -> int:
+    """Another open of the file behind a descriptor. Raises OSError."""
+    file = os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC)
+    _OPEN.add(file)
+    return file
+
+
+def _close(file: int) -> None:
+    _OPEN.discard(file)
+    os.close(file)
+
+
+def _in_child() -> None:
+    """Put something else in the place of the files: the numbers stay taken until their owners close them."""
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for file in _OPEN:
+        os.dup2(null, file, inheritable=False)
+    os.close(null)
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 class Turns:
     """Lets one process at a time register its mapping of a file.
 
@@ -50,7 +78,7 @@ class Turns:
         if descriptor is not None:
             # A lock belongs to an open of the file, so each process needs an open of its own.
             with contextlib.suppress(OSError):
-                self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+                self._file = _opened(descriptor, os.O_RDWR)
         self._is_shared = descriptor is not None
 
     def claim(self, stop: threading.Event) -> str | None:
@@ -95,7 +123,7 @@ class Turns:
     def close(self) -> None:
         """Close the file. Idempotent."""
         if self._file is not None:
-            os.close(self._file)
+            _close(self._file)
             self._file = None
 
 
@@ -108,7 +136,7 @@ class EnginePages:
         """``descriptor``: the arena's file."""
         self._file: int | None = None
         with contextlib.suppress(OSError):
-            self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+            self._file = _opened(descriptor, os.O_RDONLY)
 
     def wait(self, begin: int, size: int, stop: threading.Event) -> None:
         """Wait until the part exists, ``stop`` is set, or the engine populates no more (`POPULATING_STALL_S`). After a
@@ -137,7 +165,7 @@ class EnginePages:
     def close(self) -> None:
         """Close the file. Idempotent."""
         if self._file is not None:
-            os.close(self._file)
+            _close(self._file)
             self._file = None
 
 

@@ -103,12 +103,13 @@ pub enum StoreError {
     },
     /// Another live engine owns the directory.
     #[error(
-        "disk_path {path} is in use by process {pid}; stop that process, or choose another disk_path"
+        "disk_path {path} is in use by {}; stop that process, or choose another disk_path",
+        process(*pid)
     )]
     InUse {
         /// The directory.
         path: PathBuf,
-        /// Owner of the lock (0 if it could not be read).
+        /// The process that holds the lock; 0 if this process cannot see it.
         pid: u32,
         /// The socket at which the owner's engine serves clients, once it serves them.
         socket: Option<PathBuf>,
@@ -278,6 +279,14 @@ pub enum StoreError {
         /// The least capacity.
         minimum: u64,
     },
+}
+
+/// The process with this number, in a message; 0 is one that this process cannot see.
+fn process(pid: u32) -> String {
+    match pid {
+        0 => "a process that cannot be seen from here, such as one of another container".to_owned(),
+        pid => format!("process {pid}"),
+    }
 }
 
 impl StoreError {

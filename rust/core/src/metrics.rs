@@ -4,6 +4,32 @@ use serde::Serialize;
 
 use crate::explain::Reason;
 
+/// An order to a running engine: of an operator, or of a vLLM that resets its cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the names are those of the commands")]
+pub enum Order {
+    Clear,
+    Drain,
+    Resize,
+    Pin,
+    Unpin,
+    Reset,
+}
+
+impl Order {
+    /// The name in logs and metrics: that of the command.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Clear => "clear",
+            Self::Drain => "drain",
+            Self::Resize => "resize",
+            Self::Pin => "pin",
+            Self::Unpin => "unpin",
+            Self::Reset => "reset",
+        }
+    }
+}
+
 /// Counters since the start. Bytes are payload bytes; `_ns` are sums of durations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[expect(
@@ -105,6 +131,12 @@ pub struct Counters {
     pub hints_demote_rejected: u64,
     pub hints_release_accepted: u64,
     pub hints_release_rejected: u64,
+    pub orders_clear: u64,
+    pub orders_drain: u64,
+    pub orders_resize: u64,
+    pub orders_pin: u64,
+    pub orders_unpin: u64,
+    pub orders_reset: u64,
     pub pins_expired: u64,
     pub pins_over_budget: u64,
     pub pins_gave_way: u64,
@@ -129,6 +161,19 @@ pub struct Counters {
 }
 
 impl Counters {
+    /// Counts an order, even if it is refused.
+    pub(crate) fn count_order(&mut self, order: Order) {
+        let counter = match order {
+            Order::Clear => &mut self.orders_clear,
+            Order::Drain => &mut self.orders_drain,
+            Order::Resize => &mut self.orders_resize,
+            Order::Pin => &mut self.orders_pin,
+            Order::Unpin => &mut self.orders_unpin,
+            Order::Reset => &mut self.orders_reset,
+        };
+        *counter += 1;
+    }
+
     /// Counts a request that has found nothing to load, for this reason.
     pub(crate) fn count_miss(&mut self, reason: Reason) {
         let counter = match reason {

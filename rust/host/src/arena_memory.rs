@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use undercroft_core::arena::{Arena, ArenaError};
+use undercroft_core::log::{self, Level};
 use undercroft_core::memory;
 use undercroft_core::size::Bytes;
 
@@ -33,8 +34,7 @@ impl HostMemory<'_> {
             create: &Arena::create,
             total: memory::total(),
             pause: &std::thread::sleep,
-            // The log of `undercroft serve` is its error output.
-            tell: &|line| eprintln!("undercroft: {line}"),
+            tell: &|line| log::say(Level::Warning, format!("undercroft: {line}")),
         }
     }
 

@@ -78,6 +78,11 @@ pub enum HostError {
     /// The client's thread cannot be started.
     #[error("starting the client's thread: {0}")]
     Thread(io::Error),
+    /// A forked child uses the engine of its parent.
+    #[error(
+        "this process was forked by the one that opened the engine, and has none of its threads; open another engine here"
+    )]
+    Forked,
     /// There was no session yet, and so the server's socket is unknown.
     #[error("the engine's server cannot be asked: {0}")]
     NotConnected(String),
@@ -104,9 +109,10 @@ impl HostError {
     /// The class of the error.
     pub fn class(&self) -> ErrorClass {
         match self {
-            Self::Register(RegisterError::Broken) | Self::SecondSession | Self::Thread(_) => {
-                ErrorClass::Engine
-            }
+            Self::Register(RegisterError::Broken)
+            | Self::SecondSession
+            | Self::Thread(_)
+            | Self::Forked => ErrorClass::Engine,
             Self::Portable { source, .. } => match source {
                 PortableError::NotOurs | PortableError::Version(_) => ErrorClass::Config,
                 PortableError::Io(_) | PortableError::Damaged { .. } => ErrorClass::Engine,

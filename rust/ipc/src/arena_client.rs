@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use rustix::event::PollFlags;
 use undercroft_core::arena::{Arena, ArenaError};
+use undercroft_core::fork::Unshared;
 use undercroft_core::session::SessionToken;
 
 use crate::descriptors;
@@ -75,12 +76,12 @@ pub struct Attachment {
     /// Id of the arena. Each start of an engine has another id.
     pub arena_id: u64,
     /// While it is open, the server knows that the process runs.
-    pub connection: UnixStream,
+    pub connection: Unshared<UnixStream>,
 }
 
 /// Tells the server that this process will not copy from or to the arena any more. The server then reuses the slots
 /// that the session keeps for this worker.
-pub fn let_go(mut connection: UnixStream) {
+pub fn let_go(mut connection: Unshared<UnixStream>) {
     // A server that does not get this message waits until the process has ended.
     if connection.set_nonblocking(true).is_ok() {
         let _ = connection.write_all(&frame::let_go());
@@ -103,8 +104,7 @@ pub fn attach(path: &Path, session: SessionToken) -> Result<Attachment, AttachEr
         }
     };
     // Connecting must not wait: the queue of a frozen server may be full.
-    let socket = connect_at_once(path).map_err(|errno| os("connecting")(errno.into()))?;
-    let mut connection = UnixStream::from(socket);
+    let mut connection = connect_at_once(path).map_err(|errno| os("connecting")(errno.into()))?;
     connection
         .set_nonblocking(false)
         .map_err(os("making it wait"))?;

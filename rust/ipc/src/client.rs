@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use undercroft_core::explain::Rest;
+use undercroft_core::fork::Unshared;
 use undercroft_core::hint::{HintAnswer, HintRefusal, HintRequest};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::panics::contained;
@@ -76,7 +77,7 @@ pub enum ConnectionState {
 struct ClientShared {
     state: Mutex<ClientState>,
     changed: Condvar,
-    wake: OwnedFd,
+    wake: Unshared<OwnedFd>,
     parker: Parker,
     stop: AtomicBool,
     config: ClientConfig,
@@ -127,7 +128,7 @@ impl Client {
         let shared = Arc::new(ClientShared {
             state: Mutex::new(ClientState::new(config.namespace.clone(), config.deadline)),
             changed: Condvar::new(),
-            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?.into(),
             parker: Parker::new(),
             stop: AtomicBool::new(false),
             config,

@@ -14,6 +14,7 @@ mod dialect;
 mod events;
 pub mod frame;
 mod operation;
+mod orders;
 mod parker;
 mod peer;
 pub mod protocol;

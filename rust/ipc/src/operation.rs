@@ -2,12 +2,15 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use undercroft_core::driver::EngineAccess;
 use undercroft_core::engine::{ClearOrder, Engine, ResizeOrder};
 use undercroft_core::explain::ExplainQuery;
 use undercroft_core::hint::{Hint, HintAnswer, HintRequest, PIN_NAME_MAX, TTL_MAX_NS};
 use undercroft_core::key::BlockHash;
-use undercroft_core::memory;
+use undercroft_core::metrics::Order;
 use undercroft_core::session::Tokens;
+
+use crate::orders::{self, Caller};
 
 /// A question or an order. Each is one bounded entry of the engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -65,8 +68,63 @@ pub struct OperatorHint {
 }
 
 impl Operation {
-    /// Carries the operation out.
-    pub(crate) fn carry_out(&self, engine: &mut Engine) -> Value {
+    /// Carries the operation out for `caller`, and returns the answer. An order is counted and logged. `available`
+    /// returns the memory that the machine leaves: it reads files, so it is not called with the engine locked.
+    pub(crate) fn carry_out(
+        &self,
+        engine: &impl EngineAccess,
+        caller: Caller,
+        available: impl FnOnce() -> Option<u64>,
+    ) -> Value {
+        let order = self.order();
+        let available = match order {
+            Some(Order::Resize) => available(),
+            _ => None,
+        };
+        let done = engine.enter(|engine| {
+            if let Some(order) = order {
+                engine.count_order(order);
+            }
+            self.answer(engine, available)
+        });
+        // Without an answer the engine is broken.
+        let done = done.unwrap_or_default();
+        if let Some(order) = order {
+            orders::tell(caller, order, &self.arguments(), &done);
+        }
+        done
+    }
+
+    /// The kind of the order; `None` for a question.
+    fn order(&self) -> Option<Order> {
+        match self {
+            Self::Clear(_) => Some(Order::Clear),
+            Self::Drain { .. } => Some(Order::Drain),
+            Self::Resize(_) => Some(Order::Resize),
+            Self::Hint(hint) if hint.verb == "release" => Some(Order::Unpin),
+            Self::Hint(_) => Some(Order::Pin),
+            Self::Explain(_)
+            | Self::Cleared {}
+            | Self::Drained {}
+            | Self::Resized {}
+            | Self::Describe { .. } => None,
+        }
+    }
+
+    /// The operation's fields, for the log.
+    fn arguments(&self) -> Value {
+        let mut fields = match json!(self) {
+            Value::Object(named) => named.into_iter().next().map(|(_, fields)| fields),
+            _ => None,
+        }
+        .unwrap_or_default();
+        if let Self::Hint(hint) = self {
+            fields["hashes"] = json!(hint.hashes.len());
+        }
+        fields
+    }
+
+    fn answer(&self, engine: &mut Engine, available: Option<u64>) -> Value {
         match self {
             Self::Explain(query) => {
                 let (lookups, before) = engine.explain(query);
@@ -79,7 +137,7 @@ impl Operation {
             Self::Cleared {} => json!(engine.cleared()),
             Self::Drain { cancel } => json!(engine.drain(*cancel)),
             Self::Drained {} => json!(engine.drained()),
-            Self::Resize(order) => match engine.resize(order, memory::available()) {
+            Self::Resize(order) => match engine.resize(order, available) {
                 Ok(resized) => json!(resized),
                 Err(refusal) => json!({"error": refusal.to_string()}),
             },
@@ -154,7 +212,111 @@ fn told(answer: HintAnswer) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use undercroft_core::arena::Arena;
+    use undercroft_core::driver::Driver;
+    use undercroft_core::engine::EngineConfig;
+    use undercroft_core::io::{IoEngineChoice, open_io_engine};
+    use undercroft_core::log;
+
     use super::*;
+
+    fn driver() -> Driver {
+        let arena = Arc::new(Arena::create(1 << 20).unwrap());
+        let (io, _) = open_io_engine(IoEngineChoice::ThreadPool, 4, arena, Vec::new()).unwrap();
+        Driver::start(Engine::new(EngineConfig::new(1 << 20)), io).unwrap()
+    }
+
+    #[test]
+    fn every_order_leaves_one_line_and_a_count_and_no_question_does() {
+        let driver = driver();
+        let pin = json!({"verb": "pin", "ttl_ns": 1, "name": "a\nb", "hashes": vec!["00"; 999]});
+        let asked = [
+            (
+                json!({"clear": {"what": "all", "erase": false}}),
+                "clear {\"erase\":false,\"what\":\"all\"}",
+            ),
+            (
+                json!({"clear": {"what": {"older_than": 7}, "erase": true}}),
+                "clear {\"erase\":true,",
+            ),
+            (json!({"cleared": {}}), ""),
+            (
+                json!({"drain": {"cancel": false}}),
+                "drain {\"cancel\":false}",
+            ),
+            (
+                json!({"drain": {"cancel": true}}),
+                "drain {\"cancel\":true}",
+            ),
+            (json!({"drained": {}}), ""),
+            (
+                json!({"resize": {"host_bytes": 1}}),
+                "resize {\"disk_bytes\":null,\"host_bytes\":1}",
+            ),
+            (json!({"resized": {}}), ""),
+            (
+                json!({"hint": pin}),
+                "pin {\"hashes\":999,\"name\":\"a\\nb\",",
+            ),
+            (json!({"hint": {"verb": "release"}}), "unpin {\"hashes\":0,"),
+            (json!({"explain": {}}), ""),
+            (json!({"describe": {"namespace": "00"}}), ""),
+        ];
+        let caller = Caller::at(&std::os::unix::net::UnixStream::pair().unwrap().0);
+        let by = format!(
+            "by uid {}, pid {}: {{",
+            rustix::process::geteuid().as_raw(),
+            std::process::id()
+        );
+        for (operation, expected) in asked {
+            let operation: Operation = serde_json::from_value(operation).unwrap();
+            log::take(Duration::ZERO);
+            let before = driver.read(|engine| json!(engine.counters())).unwrap();
+            operation.carry_out(&driver, caller, || None);
+            let after = driver.read(|engine| json!(engine.counters())).unwrap();
+            let lines = log::take(Duration::ZERO);
+            let lines: Vec<_> = lines
+                .iter()
+                .filter(|(_, line)| line.contains(" order "))
+                .collect();
+            let more: Vec<_> = after
+                .as_object()
+                .unwrap()
+                .iter()
+                .filter(|(name, count)| name.starts_with("orders_") && before[*name] != **count)
+                .map(|(name, _)| name.trim_start_matches("orders_"))
+                .collect();
+            if expected.is_empty() {
+                assert_eq!((lines.len(), more.len()), (0, 0), "{lines:?}");
+                continue;
+            }
+            assert_eq!(lines.len(), 1, "{lines:?}");
+            let line = &lines[0].1;
+            let expected = format!("undercroft: order {expected}");
+            assert!(line.starts_with(&expected) && line.contains(&by), "{line}");
+            assert_eq!(more, [expected.split(' ').nth(2).unwrap()]);
+        }
+    }
+
+    #[test]
+    fn the_machine_is_looked_at_without_the_engine() {
+        let driver = driver();
+        let resize = Operation::Resize(ResizeOrder::default());
+        let mut looked = false;
+        resize.carry_out(&driver, Caller::default(), || {
+            let (answered, answer) = channel();
+            std::thread::scope(|scope| {
+                scope.spawn(|| driver.read(|_| answered.send(())));
+                looked = answer.recv_timeout(Duration::from_secs(10)).is_ok();
+                None
+            })
+        });
+        assert!(looked, "another thread could enter the engine");
+    }
 
     #[test]
     fn a_hash_is_pairs_of_hexadecimal_digits() {

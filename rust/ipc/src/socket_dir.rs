@@ -3,9 +3,8 @@
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -14,6 +13,7 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::{Pid, geteuid, test_kill_process};
+use undercroft_core::fork::Unshared;
 
 /// Longest path of a socket in bytes (`sun_path` less its final zero).
 pub const SOCKET_PATH_MAX: usize = 107;
@@ -132,14 +132,14 @@ pub(crate) fn prepare(dir: &Path) -> Result<(), SocketError> {
 }
 
 /// A listening socket `<pid>-<random>.sock` of mode 0600 in a directory that [`prepare`] checked.
-pub(crate) fn listen(dir: &Path) -> Result<(UnixListener, PathBuf), SocketError> {
+pub(crate) fn listen(dir: &Path) -> Result<(Unshared<UnixListener>, PathBuf), SocketError> {
     let random = RandomState::new().build_hasher().finish();
     listen_at(dir.join(format!("{}-{random:016x}.sock", std::process::id())))
 }
 
 /// A listening socket of mode 0600 at `path`, in a directory that [`prepare`] checked. A socket
 /// without a listener is replaced.
-pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), SocketError> {
+pub(crate) fn listen_at(path: PathBuf) -> Result<(Unshared<UnixListener>, PathBuf), SocketError> {
     let bytes = path.as_os_str().len();
     if bytes > SOCKET_PATH_MAX {
         return Err(SocketError::PathTooLong { path, bytes });
@@ -154,7 +154,7 @@ pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), Socket
             _ => return Err(SocketError::InUse { path }),
         }
     }
-    let listener = UnixListener::bind(&path).map_err(os(&path, "bind"))?;
+    let listener = Unshared::new(UnixListener::bind(&path).map_err(os(&path, "bind"))?);
     fs::set_permissions(&path, Permissions::from_mode(0o600)).map_err(os(&path, "chmod"))?;
     listener
         .set_nonblocking(true)
@@ -164,7 +164,9 @@ pub(crate) fn listen_at(path: PathBuf) -> Result<(UnixListener, PathBuf), Socket
 
 /// Like [`listen_at`]. If many processes call this at once for the socket of a process that has ended, one succeeds.
 /// Without the lock, the others would replace its socket before it listens.
-pub(crate) fn listen_alone(path: PathBuf) -> Result<(UnixListener, PathBuf), SocketError> {
+pub(crate) fn listen_alone(
+    path: PathBuf,
+) -> Result<(Unshared<UnixListener>, PathBuf), SocketError> {
     let dir = path.parent().unwrap_or(Path::new("/"));
     let file = File::open(dir).map_err(os(dir, "opening"))?;
     let until = Instant::now() + LOCK_TIMEOUT;
@@ -183,9 +185,10 @@ pub(crate) fn listen_alone(path: PathBuf) -> Result<(UnixListener, PathBuf), Soc
 }
 
 /// Connects, or returns the error at once.
-pub(crate) fn connect_at_once(path: &Path) -> Result<OwnedFd, Errno> {
+pub(crate) fn connect_at_once(path: &Path) -> Result<Unshared<UnixStream>, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let socket = Unshared::new(UnixStream::from(socket));
     connect(&socket, &SocketAddrUnix::new(path)?)?;
     Ok(socket)
 }

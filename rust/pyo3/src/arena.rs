@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use rustix::io::Errno;
+use undercroft_core::fork::Unshared;
 use undercroft_core::session::SessionToken;
 use undercroft_host::HostError;
 
@@ -20,7 +21,7 @@ pub(crate) struct PyArena {
     arena: Arc<undercroft_core::arena::Arena>,
     arena_id: u64,
     /// While it is open, the engine knows that this process runs; `None` without an engine and after `let_go`.
-    connection: Mutex<Option<UnixStream>>,
+    connection: Mutex<Option<Unshared<UnixStream>>>,
 }
 
 impl PyArena {
@@ -103,7 +104,7 @@ impl PyArena {
         let connection = connection.unwrap_or_else(PoisonError::into_inner);
         connection
             .as_ref()
-            .is_none_or(undercroft_ipc::is_engine_there)
+            .is_none_or(|connection| undercroft_ipc::is_engine_there(connection))
     }
 
     /// Tell the engine that this process will not copy from or to the arena any more. Without this call the engine

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use undercroft_core::fork::OfProcess;
+use undercroft_core::log::{self, Level};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::Tokens;
 use undercroft_host::{EngineHost, HostConfig, HostError, open};
@@ -17,7 +19,14 @@ use crate::values::{PyArenaAddress, PyGroup, group_specs, timeout};
 /// An engine of this process, of the process that has its directories open, or of a server.
 #[pyclass(name = "Engine", module = "undercroft._core", frozen)]
 pub(crate) struct PyEngine {
-    host: Box<dyn EngineHost>,
+    host: OfProcess<Box<dyn EngineHost>>,
+}
+
+impl PyEngine {
+    /// The engine; an error in a forked child.
+    fn own(&self) -> std::result::Result<&dyn EngineHost, HostError> {
+        self.host.get().map(|host| &**host).ok_or(HostError::Forked)
+    }
 }
 
 #[pymethods]
@@ -26,7 +35,7 @@ impl PyEngine {
     #[new]
     fn new(py: Python<'_>, options: &Bound<'_, PyDict>) -> Result<Self> {
         let config = HostConfig::from_json(&to_json(options)?)?;
-        let host = py.detach(|| open(config))?;
+        let host = OfProcess::new(py.detach(|| open(config))?);
         Ok(Self { host })
     }
 
@@ -51,7 +60,7 @@ impl PyEngine {
             .unwrap_or_default()
     }
 
-    /// A session for one namespace. Raises ConfigError, StoreError.
+    /// A session for one namespace. Raises ConfigError, StoreError, and UndercroftError in a forked child.
     #[pyo3(signature = (description, groups, hash_block_size, alignment_tokens = None, dropped_tokens = 0))]
     fn register(
         &self,
@@ -68,23 +77,25 @@ impl PyEngine {
             alignment_tokens: alignment_tokens.unwrap_or(hash_block_size),
             groups: group_specs(&groups)?,
         };
-        let session = py.detach(|| self.host.register(namespace, Tokens(dropped_tokens)))?;
+        let host = self.own()?;
+        let session = py.detach(|| host.register(namespace, Tokens(dropped_tokens)))?;
         Ok(PySession::new(session))
     }
 
     /// Counters and gauges since the start, as one flat dict of numbers.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        object(py, &self.host.stats())
+    fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        Ok(object(py, &self.own()?.stats())?)
     }
 
     /// The configuration and findings.
-    fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        object(py, &self.host.info())
+    fn info<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        Ok(object(py, &self.own()?.info())?)
     }
 
     /// The status, for `undercroft status`. Raises ServerError.
     fn status<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
-        let status = py.detach(|| self.host.status())?;
+        let host = self.own()?;
+        let status = py.detach(|| host.status())?;
         Ok(to_python(py, &status)?)
     }
 
@@ -96,8 +107,9 @@ impl PyEngine {
 
     /// Wait until nothing is in flight and nothing waits to be written, at most `timeout_s` seconds.
     #[pyo3(signature = (timeout_s = 10.0))]
-    fn flush(&self, py: Python<'_>, timeout_s: f64) -> bool {
-        py.detach(|| self.host.flush(timeout(timeout_s, 1e6)))
+    fn flush(&self, py: Python<'_>, timeout_s: f64) -> Result<bool> {
+        let host = self.own()?;
+        Ok(py.detach(|| host.flush(timeout(timeout_s, 1e6))))
     }
 
     /// For benchmarks: let reads from the disks end at a rate. With 0 they never end. None removes the limit.
@@ -106,9 +118,12 @@ impl PyEngine {
         self.host.limit_reads(bytes_per_s)
     }
 
-    /// Finish writes in flight (bounded), stop the threads, release the directories. Idempotent.
+    /// Finish writes in flight (bounded), stop the threads, release the directories. Idempotent; nothing in a forked
+    /// child, which has none of these.
     fn close(&self, py: Python<'_>) {
-        py.detach(|| self.host.close());
+        if let Some(host) = self.host.get() {
+            py.detach(|| host.close());
+        }
     }
 }
 
@@ -138,6 +153,19 @@ pub(crate) fn operate<'py>(
     let timeout = timeout(timeout_s, 3600.0);
     let said = py.detach(|| undercroft_host::operate(&socket, operation, timeout))?;
     Ok(to_python(py, &said)?)
+}
+
+/// The lines for the log since the last call, each with its level ("info" or "warning"). Waits at most `timeout_s` seconds
+/// for the first.
+#[pyfunction]
+#[pyo3(signature = (timeout_s = 0.0))]
+pub(crate) fn take_log(py: Python<'_>, timeout_s: f64) -> Vec<(&'static str, String)> {
+    let lines = py.detach(|| log::take(timeout(timeout_s, 1e6)));
+    let named = lines.into_iter().map(|(level, line)| match level {
+        Level::Info => ("info", line),
+        Level::Warning => ("warning", line),
+    });
+    named.collect()
 }
 
 /// The default socket of `undercroft serve` and `undercroft status`.

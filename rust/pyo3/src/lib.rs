@@ -26,7 +26,7 @@ mod _core {
     #[pymodule_export]
     use crate::copier::PyCopier;
     #[pymodule_export]
-    use crate::engine::{PyEngine, default_server_socket, operate, server_status};
+    use crate::engine::{PyEngine, default_server_socket, operate, server_status, take_log};
     #[pymodule_export]
     use crate::inspect::{
         descriptions, drop_namespace, examine, export_namespace, import_namespace,

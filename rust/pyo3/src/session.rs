@@ -5,6 +5,7 @@ use std::sync::Arc;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
+use undercroft_core::fork::OfProcess;
 use undercroft_core::hint::{Hint, HintAnswer, HintRequest};
 use undercroft_core::session::{
     BlockEvent, EventTier, GiveUp, LookupRequest, Offer, PromotionWait, SaveRequest, Session, Step,
@@ -18,12 +19,14 @@ use crate::values::{PyLoad, PyLookup, PyOffer, PySaveGrant, timeout};
 /// timeout.
 #[pyclass(name = "Session", module = "undercroft._core", frozen)]
 pub(crate) struct PySession {
-    session: Arc<dyn Session>,
+    session: OfProcess<Arc<dyn Session>>,
 }
 
 impl PySession {
     pub(crate) fn new(session: Arc<dyn Session>) -> Self {
-        Self { session }
+        Self {
+            session: OfProcess::new(session),
+        }
     }
 }
 
@@ -268,9 +271,11 @@ impl PySession {
         self.session.change_weights(description);
     }
 
-    /// End the session: its lookups, leases, loads and saves. Idempotent.
+    /// End the session: its lookups, leases, loads and saves. Idempotent; nothing in a forked child.
     fn close(&self, py: Python<'_>) {
-        py.detach(|| self.session.close());
+        if let Some(session) = self.session.get() {
+            py.detach(|| session.close());
+        }
     }
 }
 

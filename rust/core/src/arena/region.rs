@@ -25,6 +25,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::numa;
 use crate::checksum::{RunningChecksum, checksum};
+use crate::fork::Unshared;
 use crate::memory;
 use crate::size::Bytes;
 
@@ -98,7 +99,7 @@ pub struct OutOfBounds {
 /// A shared mapping. Unmapped on drop; the memory itself stays until the last process unmaps it.
 #[derive(Debug)]
 pub struct Arena {
-    fd: OwnedFd,
+    fd: Unshared<OwnedFd>,
     base: NonNull<u8>,
     size: u64,
     huge_pages: bool,
@@ -192,7 +193,7 @@ impl Arena {
         .map_err(os("mmap"))?;
         let base = NonNull::new(base.cast::<u8>()).ok_or(ArenaError::Size { size })?;
         let mut arena = Self {
-            fd,
+            fd: fd.into(),
             base,
             size,
             huge_pages,
@@ -200,8 +201,9 @@ impl Arena {
             populated: AtomicU64::new(0),
             is_released: AtomicBool::new(false),
         };
-        // Failures are ignored: the arena then works, but more slowly or with larger core dumps.
+        // Failures are ignored: the arena then works, but more slowly, or core dumps and forked children have it.
         let _ = arena.advise(0, size, Advice::LinuxDontDump);
+        let _ = arena.advise(0, size, Advice::LinuxDontFork);
         if !huge_pages {
             let _ = arena.advise(0, size, Advice::LinuxHugepage);
         }
@@ -457,9 +459,11 @@ fn reserve(len: usize) -> Result<*mut c_void, Errno> {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: unmaps exactly the range that `map` mapped; each holder of a pointer holds the
-        // arena, too.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.size as usize) };
+        // A forked child has no mapping, and may have another one there.
+        if self.fd.is_own() {
+            // SAFETY: unmaps exactly the range that `map` mapped; each holder of a pointer holds the arena, too.
+            let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.size as usize) };
+        }
     }
 }
 
@@ -493,10 +497,8 @@ mod tests {
     #[test]
     fn sizes_that_make_no_sense_are_refused() {
         for size in [0, 1, 4095, 4097, u64::MAX - 4095] {
-            assert!(
-                matches!(Arena::create(size), Err(ArenaError::Size { .. })),
-                "{size}"
-            );
+            let made = Arena::create(size);
+            assert!(matches!(made, Err(ArenaError::Size { .. })), "{size}");
         }
     }
 

@@ -12,8 +12,10 @@ use rustix::io::Errno;
 use super::format::{
     BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, Superblock, SuperblockError, namespace_offset,
 };
+use super::holder::holder;
 use super::open::failed;
 use crate::error::StoreError;
+use crate::fork::Unshared;
 use crate::io::{check_own_file, open_file};
 
 pub(super) const SUPER: &str = "super";
@@ -167,7 +169,7 @@ pub(super) fn open_for_io(
     path: &Path,
     name: &'static str,
     create: bool,
-) -> Result<(OwnedFd, bool), StoreError> {
+) -> Result<(Unshared<OwnedFd>, bool), StoreError> {
     open_file(&path.join(name), create).map_err(|error| refused(path, name, error))
 }
 
@@ -201,9 +203,9 @@ pub(super) fn read_superblock(path: &Path) -> Result<Superblock, StoreError> {
     })
 }
 
-/// Locks a directory.
-pub(super) fn take_lock(path: &Path) -> Result<File, StoreError> {
-    let mut lock = File::from(open_to_write(path, LOCK, true)?);
+/// Locks a directory, for as long as the file is open in this process: forked children give it up.
+pub(super) fn take_lock(path: &Path) -> Result<Unshared<File>, StoreError> {
+    let mut lock = Unshared::new(File::from(open_to_write(path, LOCK, true)?));
     rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockExclusive)
         .map_err(|errno| not_locked(path, errno, &mut lock))?;
     write_owner(&lock, None).map_err(failed(path, "write the lock file"))?;
@@ -234,9 +236,10 @@ fn not_locked(path: &Path, errno: Errno, lock: &mut File) -> StoreError {
     // If the read fails, the message still tells the user how to continue.
     let _ = lock.read_to_string(&mut owner);
     let mut lines = owner.lines();
+    let named = lines.next().and_then(|pid| pid.parse().ok());
     StoreError::InUse {
         path: path.to_owned(),
-        pid: lines.next().and_then(|pid| pid.parse().ok()).unwrap_or(0),
+        pid: holder(lock, named).unwrap_or(0),
         socket: lines.next().map(PathBuf::from),
     }
 }

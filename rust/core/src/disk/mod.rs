@@ -8,6 +8,7 @@ mod files;
 mod fit_table;
 pub mod format;
 mod health;
+mod holder;
 mod holes;
 pub mod inspect;
 mod latency;

@@ -22,6 +22,7 @@ use super::space::{Filesystem, Held, Sizing, short_of_space, size};
 use super::way;
 use crate::disk::{DeviceImage, Table};
 use crate::error::StoreError;
+use crate::fork::Unshared;
 use crate::io::DeviceFiles;
 use crate::size::Bytes;
 use crate::slots::unit_bytes_for;
@@ -100,7 +101,7 @@ pub struct Directory {
     pub image: DeviceImage,
     /// Notes for the operator about how the directory was opened.
     pub notes: Vec<String>,
-    lock: File,
+    lock: Unshared<File>,
 }
 
 impl Directory {
@@ -131,7 +132,7 @@ impl Directory {
             // works.
             files: files
                 .into_iter()
-                .filter_map(|(name, file)| Some((name, file.ok()?)))
+                .filter_map(|(name, file)| Some((name, file.ok()?.into())))
                 .collect(),
             path: self.path,
             lock: self.lock,
@@ -146,8 +147,8 @@ impl Directory {
 pub struct DirectoryLock {
     path: PathBuf,
     /// Names and descriptors of the files that are open.
-    files: Vec<(&'static str, OwnedFd)>,
-    lock: File,
+    files: Vec<(&'static str, Unshared<OwnedFd>)>,
+    lock: Unshared<File>,
     /// Whether the filesystem was unmounted, and when this was looked up.
     unmounted: Mutex<Option<(Instant, bool)>>,
 }
@@ -170,7 +171,7 @@ impl DirectoryLock {
     /// written from now on are lost when the engine ends, or another process may use the directory, too. Examines the
     /// open files and the table of mounts, in memory, and never looks up the names of the files on disk.
     pub fn missing_file(&self) -> Option<String> {
-        let gone = |(_, file): &&(&str, OwnedFd)| {
+        let gone = |(_, file): &&(&str, Unshared<OwnedFd>)| {
             rustix::fs::fstat(file).is_ok_and(|found| found.st_nlink == 0)
         };
         if let Some((name, _)) = self.files.iter().find(gone) {

@@ -5,7 +5,7 @@ use crate::error::RegisterError;
 use crate::forest::{NONE, NsId};
 use crate::io::IoFault;
 use crate::key::NamespaceDigest;
-use crate::metrics::{Counters, Gauges};
+use crate::metrics::{Counters, Gauges, Order};
 use crate::session::{GiveUp, SessionSpec};
 
 use super::checksums::Checksums;
@@ -240,6 +240,11 @@ impl Engine {
     /// is not durable.
     pub fn shared_namespaces(&self) -> impl Iterator<Item = (&NamespaceDigest, bool)> {
         self.namespaces.shared_namespaces(&self.residency)
+    }
+
+    /// Counts an order of an operator. [`Engine::reset`] counts itself.
+    pub fn count_order(&mut self, order: Order) {
+        self.counters.count_order(order);
     }
 
     /// Counters since the start.

@@ -3,6 +3,7 @@
 use super::coordinator::Engine;
 use super::sessions::SessionId;
 use crate::forest::NsId;
+use crate::metrics::Order;
 use crate::namespace::NamespaceSpec;
 
 impl Engine {
@@ -16,6 +17,7 @@ impl Engine {
         let Some(ns) = self.sessions.get(session).map(|state| state.ns) else {
             return false;
         };
+        self.count_order(Order::Reset);
         // The weights may change from now on: an earlier hit must not be loaded.
         for request in self.sessions.requests_of(session) {
             self.release_hit(request);

@@ -8,16 +8,17 @@ use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::FileKind;
+use crate::fork::Unshared;
 
 /// The open files of one device (directory).
 #[derive(Debug)]
 pub struct DeviceFiles {
     /// Superblock and namespace table.
-    pub superblock: OwnedFd,
+    pub superblock: Unshared<OwnedFd>,
     /// Records.
-    pub table: OwnedFd,
+    pub table: Unshared<OwnedFd>,
     /// Payload slots.
-    pub data: OwnedFd,
+    pub data: Unshared<OwnedFd>,
     /// Whether the data file bypasses the page cache.
     pub o_direct: bool,
 }
@@ -31,9 +32,9 @@ impl DeviceFiles {
         let open =
             || rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
         Ok(Self {
-            superblock: open()?,
-            table: open()?,
-            data: open()?,
+            superblock: open()?.into(),
+            table: open()?.into(),
+            data: open()?.into(),
             o_direct: true,
         })
     }
@@ -51,16 +52,16 @@ impl DeviceFiles {
 /// lacks O_DIRECT. Returns whether the file bypasses the page cache. With `create`, makes the file if it is missing.
 /// The file's mode is 0600 under every umask, a symbolic link is not followed, and a file that another user may reach
 /// is refused.
-pub fn open_file(path: &Path, create: bool) -> io::Result<(OwnedFd, bool)> {
+pub fn open_file(path: &Path, create: bool) -> io::Result<(Unshared<OwnedFd>, bool)> {
     let mut flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     if create {
         flags |= OFlags::CREATE;
     }
     let mode = Mode::RUSR | Mode::WUSR;
     let (fd, direct) = match rustix::fs::open(path, flags | OFlags::DIRECT, mode) {
-        Ok(fd) => (fd, true),
+        Ok(fd) => (Unshared::new(fd), true),
         // The filesystem has no O_DIRECT.
-        Err(Errno::INVAL) => (rustix::fs::open(path, flags, mode)?, false),
+        Err(Errno::INVAL) => (rustix::fs::open(path, flags, mode)?.into(), false),
         Err(errno) => return Err(errno.into()),
     };
     check_own_file(&fd)?;

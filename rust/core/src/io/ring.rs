@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use super::DRAIN_LIMIT;
 use super::operation::AlignedBuffer;
 use crate::arena::Arena;
+use crate::fork::Mark;
 
 /// The user data of a wake-up.
 pub(super) const WAKE: u64 = u64::MAX;
@@ -60,6 +61,8 @@ pub(super) enum Buffer {
 /// Holds all memory that the kernel may read or write for an entry until the entry's completion has been
 /// reaped, so that no use of this type can free memory that the kernel uses.
 pub(super) struct Ring {
+    /// Dropped before the ring.
+    _mark: Mark,
     ring: Box<IoUring>,
     arena: Arc<Arena>,
     /// Metadata being written, by user data.
@@ -111,6 +114,7 @@ impl Ring {
         ring.submitter().register_files(&files)?;
         let regions = Regions::Refused { registered: 0 };
         let mut ring = Self {
+            _mark: Mark::new(&ring),
             ring: Box::new(ring),
             arena,
             metadata: FxHashMap::default(),
@@ -413,7 +417,9 @@ fn build(completions: u32) -> io::Result<(IoUring, bool)> {
     let mut builder = IoUring::builder();
     builder
         .setup_cqsize(completions.next_power_of_two().max(2 * submissions))
-        .setup_clamp();
+        .setup_clamp()
+        // A forked child would keep the ring, and with it the registered files and buffers.
+        .dontfork();
     let plain = builder.clone();
     builder
         .setup_single_issuer()

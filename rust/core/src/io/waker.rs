@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
+use crate::fork::Unshared;
+
 /// The handle by which other threads end an IO engine's `wait`.
 pub trait Wake: Send + Sync + Debug {
     /// Ends the present `wait`, or the next `wait` if there is none now.
@@ -33,7 +35,7 @@ impl Waker {
 /// An eventfd that the ring polls. The flag saves the system call if a wake-up is already due.
 #[derive(Debug)]
 pub(super) struct EventWake {
-    fd: OwnedFd,
+    fd: Unshared<OwnedFd>,
     woken: AtomicBool,
 }
 
@@ -41,7 +43,7 @@ impl EventWake {
     pub(super) fn new() -> Result<Self, Errno> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self {
-            fd,
+            fd: fd.into(),
             woken: AtomicBool::new(false),
         })
     }

@@ -60,7 +60,7 @@ pub(crate) fn an_erasure_makes_a_hole_where_the_filesystem_zeroes_no_range(open:
     let arena = Arc::new(Arena::create(UNIT).unwrap());
     let other = tempfile::tempdir().unwrap();
     let mut device = device_in(other.path());
-    device.data = file.try_clone().unwrap();
+    device.data = file.try_clone().unwrap().into();
     rig.engine = open(DEPTH, arena, vec![device], Script::default());
     let [before, after] = erase_the_middle(&mut rig, false);
     assert!(after < before);

@@ -81,7 +81,7 @@ fn a_device_that_hangs_holds_up_no_other_io_uring() {
     let mut devices: Vec<DeviceFiles> = dirs.iter().map(|dir| device_in(dir.path())).collect();
     // No bytes come through the pipe: its reads do not end.
     let (never_ready, writer) = rustix::pipe::pipe().unwrap();
-    devices[0].data = never_ready;
+    devices[0].data = never_ready.into();
     let arena = Arc::new(Arena::create(ARENA).unwrap());
     let mut engine = Uring::new(DEPTH, Arc::clone(&arena), devices).unwrap();
     a_device_that_hangs_holds_up_no_other(&mut engine);

@@ -1,7 +1,7 @@
 //! Errors of the kernel itself, and syncs.
 
 use std::fs::File;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
 use rustix::io::Errno;
@@ -16,7 +16,7 @@ use crate::rig::{DEPTH, Open, Rig, UNIT, os, pattern};
 pub(crate) fn calls_that_fail_in_the_kernel_leave_room_for_others(open: Open) {
     let mut rig = Rig::with(|arena, mut device| {
         let path = format!("/proc/self/fd/{}", device.data.as_raw_fd());
-        device.data = File::open(path).unwrap().into();
+        device.data = OwnedFd::from(File::open(path).unwrap()).into();
         open(DEPTH, arena, vec![device], Script::default())
     });
     for _ in 0..50 * DEPTH {

@@ -10,6 +10,7 @@ mod rig;
 mod sealed;
 
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -462,13 +463,9 @@ fn noise_never_makes_wrong_bytes_thread_pool() {
 /// The device has no room, the file is not open for writing, or is gone from its directory.
 fn the_kernels_own_errors_come_through(open: Open) {
     let mut rig = Rig::with(|arena, mut device| {
-        device.data = File::options()
-            .read(true)
-            .write(true)
-            .open("/dev/full")
-            .unwrap()
-            .into();
-        device.table = File::open("/dev/null").unwrap().into();
+        let full = File::options().read(true).write(true).open("/dev/full");
+        device.data = OwnedFd::from(full.unwrap()).into();
+        device.table = OwnedFd::from(File::open("/dev/null").unwrap()).into();
         open(DEPTH, arena, vec![device], Script::default())
     });
     assert_eq!(rig.write(0, 0, 1 << 20), os(Errno::NOSPC));

@@ -9,6 +9,7 @@ use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::{PeerCredentials, PeerPidfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use undercroft_core::fork::Unshared;
 use undercroft_core::session::SessionToken;
 
 use crate::peer::is_quiet;
@@ -18,20 +19,20 @@ const UNWATCHED: Duration = Duration::from_secs(10);
 
 /// A descriptor of a worker's process, which is readable once the whole process has ended; `None` if the process
 /// cannot be watched.
-pub(super) fn process_of(worker: &UnixStream) -> Option<OwnedFd> {
+pub(super) fn process_of(worker: &UnixStream) -> Option<Unshared<OwnedFd>> {
     if let Ok(process) = getsockopt(worker, PeerPidfd) {
-        return Some(process);
+        return Some(process.into());
     }
     let credentials = getsockopt(worker, PeerCredentials).ok()?;
     let process = pidfd_open(Pid::from_raw(credentials.pid())?, PidfdFlags::empty()).ok()?;
     // The pid may belong to another process by now, unless the worker is still connected after the lookup of the pid.
-    is_quiet(worker, PollFlags::empty()).then_some(process)
+    is_quiet(worker, PollFlags::empty()).then(|| process.into())
 }
 
 #[derive(Debug)]
 struct LeavingWorker {
     session: SessionToken,
-    process: Option<OwnedFd>,
+    process: Option<Unshared<OwnedFd>>,
     pid: i32,
     since: Instant,
 }
@@ -54,7 +55,12 @@ pub(super) struct LeavingWorkers(Vec<LeavingWorker>);
 
 impl LeavingWorkers {
     /// The connection of a worker of the process `pid` has ended.
-    pub(super) fn add(&mut self, session: SessionToken, pid: i32, process: Option<OwnedFd>) {
+    pub(super) fn add(
+        &mut self,
+        session: SessionToken,
+        pid: i32,
+        process: Option<Unshared<OwnedFd>>,
+    ) {
         self.0.push(LeavingWorker {
             session,
             process,
@@ -99,7 +105,7 @@ mod tests {
         leaving.add(
             SessionToken(7),
             pid.as_raw_nonzero().get(),
-            Some(pidfd_open(pid, PidfdFlags::empty()).unwrap()),
+            Some(pidfd_open(pid, PidfdFlags::empty()).unwrap().into()),
         );
         assert_eq!(leaving.take_gone(), []);
         drop(child.stdin.take());

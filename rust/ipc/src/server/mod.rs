@@ -14,6 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
 use undercroft_core::arena::Arena;
 use undercroft_core::driver::Driver;
+use undercroft_core::fork::Unshared;
 use undercroft_core::session::SessionToken;
 
 use crate::descriptors::{self, Closer};
@@ -84,7 +85,7 @@ pub struct ServerCounters {
 
 #[derive(Debug)]
 struct ServerControl {
-    wake: OwnedFd,
+    wake: Unshared<OwnedFd>,
     /// Whether a wake-up is pending.
     woken: AtomicBool,
     stop: AtomicBool,
@@ -148,7 +149,7 @@ impl Server {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| os("eventfd", errno.into()))?;
         let control = Arc::new(ServerControl {
-            wake,
+            wake: wake.into(),
             woken: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             alive: AtomicBool::new(true),

@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use undercroft_core::fork::Unshared;
 use undercroft_core::session::SessionToken;
 
 use super::queue::AccountId;
@@ -46,12 +47,12 @@ pub(super) enum Filled {
 
 #[derive(Debug)]
 pub(super) struct Peer {
-    pub(super) stream: UnixStream,
+    pub(super) stream: Unshared<UnixStream>,
     pub(super) role: Role,
     /// The peer's pid, as the kernel reports it; 0 for a process of another PID namespace.
     pub(super) pid: i32,
     /// The process of a worker, see [`process_of`](super::leaving::process_of).
-    pub(super) process: Option<OwnedFd>,
+    pub(super) process: Option<Unshared<OwnedFd>>,
     inbox: Vec<u8>,
     /// Bytes of the inbox that were carried out.
     done: usize,
@@ -79,7 +80,7 @@ pub(super) struct Peer {
 impl Peer {
     pub(super) fn new(stream: UnixStream, pid: i32, account: AccountId) -> Self {
         Self {
-            stream,
+            stream: stream.into(),
             role: Role::New,
             pid,
             process: None,

@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use slotmap::SlotMap;
 use undercroft_core::driver::EngineAccess;
+use undercroft_core::fork::Unshared;
+use undercroft_core::memory;
 use undercroft_core::session::{SessionSpec, SessionToken};
 
 use super::admission::{describe, hand_over};
@@ -24,6 +26,7 @@ use crate::budget::Budget;
 use crate::descriptors::Closer;
 use crate::dialect::{self, Dialect};
 use crate::frame::{self, ATTACH_BODY_BYTES, FrameError, FrameKind, HEADER_BYTES};
+use crate::orders::Caller;
 use crate::protocol::{ClientMessage, ServerMessage};
 use crate::sessions::{ANSWERS_MAX, ServedSessions, Violation};
 use crate::stats::Report;
@@ -86,7 +89,7 @@ impl Terms {
 
 pub(super) struct Service {
     sessions: ServedSessions,
-    pub(super) listener: UnixListener,
+    pub(super) listener: Unshared<UnixListener>,
     path: PathBuf,
     started: Instant,
     served: Served,
@@ -142,7 +145,7 @@ impl From<FrameError> for End {
 
 impl Service {
     pub(super) fn new(
-        listener: UnixListener,
+        listener: Unshared<UnixListener>,
         path: PathBuf,
         served: Served,
         control: Arc<ServerControl>,
@@ -201,7 +204,7 @@ impl Service {
             self.sweep();
         }
         for (_, peer) in self.connections.drain() {
-            self.closer.end(peer.stream);
+            self.closer.end(peer.stream.into_inner());
         }
     }
 
@@ -403,6 +406,7 @@ impl Service {
 
     /// Carries out a message of a connection without a session.
     fn first_message(&mut self, id: ConnectionId, message: ClientMessage<'_>) -> Result<(), End> {
+        let caller = Caller::at(&self.connections[id].stream);
         let (role, reply) = match message {
             ClientMessage::Register {
                 namespace,
@@ -419,7 +423,7 @@ impl Service {
                     // A client begins the load of a prefetch's hit without asking again.
                     leases_prefetches: true,
                 };
-                let (token, reply) = self.sessions.register(spec, &(self.served.info)());
+                let (token, reply) = self.sessions.register(spec, caller, &(self.served.info)());
                 if let Some(token) = token {
                     self.clients.insert(token, id);
                 }
@@ -430,11 +434,8 @@ impl Service {
                 (Role::New, ServerMessage::Status { json })
             }
             ClientMessage::Operate(operation) => {
-                let done = self
-                    .served
-                    .driver
-                    .enter(|engine| operation.carry_out(engine));
-                let json = done.unwrap_or_default().to_string();
+                let done = operation.carry_out(&*self.served.driver, caller, memory::available);
+                let json = done.to_string();
                 (Role::New, ServerMessage::Operated { json })
             }
             _ => return Err(End::Malformed),
@@ -524,7 +525,7 @@ impl Service {
                 let _ = rustix::io::write(&peer.stream, &peer.outbox);
             }
         }
-        self.closer.end(peer.stream);
+        self.closer.end(peer.stream.into_inner());
         match peer.role {
             Role::New => {}
             Role::Worker(token) => {

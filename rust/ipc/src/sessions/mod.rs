@@ -14,6 +14,7 @@ use undercroft_core::session::{SessionSpec, SessionToken, TransferEnd};
 
 use crate::budget::Budget;
 use crate::frame::HEADER_BYTES;
+use crate::orders::Caller;
 use crate::protocol::{ClientMessage, ServerMessage};
 use crate::stats::{Report, StatsSource};
 use held::HeldChains;
@@ -85,6 +86,7 @@ impl ServedSessions {
     pub(crate) fn register(
         &mut self,
         spec: SessionSpec,
+        caller: Caller,
         info: &Value,
     ) -> (Option<SessionToken>, ServerMessage) {
         let (namespace, private) = (spec.namespace.digest().to_hex(), spec.private);
@@ -100,7 +102,7 @@ impl ServedSessions {
             Some(Ok((_, None))) | None => return failed(),
         };
         let token = new_token();
-        let session = ServedSession::new(id, &namespace, private, chain_bytes);
+        let session = ServedSession::new(id, &namespace, private, chain_bytes).of(caller);
         self.sessions.insert(token, session);
         let reply = ServerMessage::Registered {
             session: token,

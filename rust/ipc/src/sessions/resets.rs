@@ -1,9 +1,12 @@
 //! Resets of a session's client.
 
+use serde_json::json;
 use undercroft_core::driver::{Driver, EngineAccess};
+use undercroft_core::metrics::Order;
 
 use super::Violation;
 use super::session::ServedSession;
+use crate::orders::tell;
 use crate::protocol::ServerMessage;
 
 /// Most resets of a session that are pending. A vLLM waits at most a second for each.
@@ -14,7 +17,9 @@ impl ServedSession {
         if self.resets.len() >= RESETS_MAX {
             return Err(Violation);
         }
-        driver.enter(|engine| engine.reset(self.id));
+        let begun = driver.enter(|engine| engine.reset(self.id));
+        let of = json!({"namespace": self.namespace.get(..12)});
+        tell(self.caller, Order::Reset, &of, &json!({"begun": begun}));
         // Its namespace is private from now on.
         self.leave_scope();
         self.resets.push(reset);
@@ -50,17 +55,19 @@ impl ServedSession {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+    use std::time::Duration;
 
     use undercroft_core::arena::Arena;
     use undercroft_core::engine::{ChainBytes, Engine, EngineConfig};
     use undercroft_core::io::{IoEngineChoice, open_io_engine};
+    use undercroft_core::log::{self, Level};
     use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
     use undercroft_core::session::SessionSpec;
 
     use super::*;
+    use crate::orders::Caller;
 
-    #[test]
-    fn resets_that_are_pending_are_bounded() {
+    fn session() -> (Driver, ServedSession) {
         let arena = Arc::new(Arena::create(1 << 20).unwrap());
         let (io, _) = open_io_engine(IoEngineChoice::ThreadPool, 4, arena, Vec::new()).unwrap();
         let driver = Driver::start(Engine::new(EngineConfig::new(1 << 20)), io).unwrap();
@@ -76,7 +83,33 @@ mod tests {
         };
         let id = driver.enter(|engine| engine.open_session(SessionSpec::from(namespace)));
         let chain_bytes = ChainBytes::of(16, Vec::new());
-        let mut session = ServedSession::new(id.unwrap().unwrap(), "", false, chain_bytes);
+        let namespace = "0123456789abcdef";
+        let session = ServedSession::new(id.unwrap().unwrap(), namespace, false, chain_bytes);
+        (driver, session)
+    }
+
+    #[test]
+    fn a_reset_is_an_order_of_the_clients_process() {
+        let (driver, session) = session();
+        let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let mut session = session.of(Caller::at(&ours));
+        session.reset(&driver, 1).unwrap();
+        let lines = log::take(Duration::ZERO);
+        let line = format!(
+            "undercroft: order reset {{\"namespace\":\"0123456789ab\"}} by uid {}, pid {}: {{\"begun\":true}}",
+            rustix::process::geteuid().as_raw(),
+            std::process::id()
+        );
+        assert!(lines.contains(&(Level::Info, line)), "{lines:?}");
+        assert_eq!(
+            driver.read(|engine| engine.counters().orders_reset),
+            Some(1)
+        );
+    }
+
+    #[test]
+    fn resets_that_are_pending_are_bounded() {
+        let (driver, mut session) = session();
         for reset in 0..RESETS_MAX as u64 {
             assert_eq!(session.reset(&driver, reset), Ok(()));
         }

@@ -20,6 +20,7 @@ use super::job::{HASH_STEP, HIT_STEP, HashJob, HitJob, Job, Then};
 use super::request::{Looked, REQUEST_BYTES, ServedRequest, bytes_of, growth};
 use super::transfers::{ServedTransfer, end_some};
 use crate::budget::Budget;
+use crate::orders::Caller;
 use crate::protocol::{
     HASHES_MAX, HashRun, LeasedHit, LookupAnswer, LookupMessage, REQUESTS_MAX, ServerMessage,
     label_of,
@@ -64,6 +65,8 @@ pub(super) struct ServedSession {
     pending: VecDeque<u64>,
     /// Loads and saves under way, by the client's numbers.
     pub(super) transfers: HashMap<u64, ServedTransfer>,
+    /// The client's process.
+    pub(super) caller: Caller,
     /// Resets that have not been answered.
     pub(super) resets: Vec<u64>,
     pub(super) jobs: VecDeque<Job>,
@@ -92,6 +95,7 @@ impl ServedSession {
             answer_bytes: 0,
             pending: VecDeque::new(),
             transfers: HashMap::new(),
+            caller: Caller::default(),
             resets: Vec::new(),
             jobs: VecDeque::new(),
             left_behind: Vec::new(),
@@ -100,6 +104,11 @@ impl ServedSession {
             session.leave_scope();
         }
         session
+    }
+
+    /// The session of this process.
+    pub(super) fn of(self, caller: Caller) -> Self {
+        Self { caller, ..self }
     }
 
     /// The client's connection has ended. Loads, saves and the leases of hits stay: workers may copy.

@@ -17,6 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockE
 use std::time::{Duration, Instant};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use undercroft_core::fork::Unshared;
 use undercroft_core::remote::RemoteError;
 
 use super::buffer::Slot;
@@ -74,7 +75,7 @@ struct State {
 /// A running helper.
 #[derive(Debug)]
 pub(super) struct Helper {
-    socket: Mutex<UnixStream>,
+    socket: Mutex<Unshared<UnixStream>>,
     state: Mutex<State>,
     /// Notified when the process is ready or has failed, and when it has ended.
     change: Condvar,
@@ -108,8 +109,10 @@ impl Helper {
 
     fn start_by(python: &Path, settings: &Start<'_>, memory: BorrowedFd<'_>) -> Result<Arc<Self>> {
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+        // A forked child with this end would keep the process alive.
+        let ours = Unshared::new(ours);
         ours.set_write_timeout(Some(WRITE_LIMIT)).map_err(failed)?;
-        let socket = Mutex::new(ours.try_clone().map_err(failed)?);
+        let socket = Mutex::new(ours.try_clone().map_err(failed)?.into());
         // -P: no import from the working directory. A process group of its own: Ctrl-C in a terminal does not end it.
         let mut child = Command::new(python)
             .args(["-P", "-m", "undercroft.mooncake_helper"])
@@ -132,7 +135,7 @@ impl Helper {
         let line = serde_json::to_string(settings).expect("texts and numbers") + "\n";
         let (reader, listener) = (Arc::clone(&helper), Arc::clone(&helper));
         let started = thread(move || listener.listen(messages))
-            .and_then(|()| thread(move || reader.read(ours)))
+            .and_then(|()| thread(move || reader.read(&ours)))
             .and_then(|()| helper.send_first(line.as_bytes(), memory));
         if let Err(error) = started {
             // The threads end with the process, which nobody may wait for.
@@ -246,7 +249,7 @@ impl Helper {
     }
 
     /// A thread: passes answers on until the process has ended.
-    fn read(&self, socket: UnixStream) {
+    fn read(&self, socket: &UnixStream) {
         let mut reader = BufReader::new(socket);
         while let Some(line) = line(&mut reader, LINE_MAX) {
             if !line.ends_with(b"\n") {

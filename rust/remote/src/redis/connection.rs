@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, RedisError, RedisResult, Value};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
+use undercroft_core::fork::Unshared;
 
 use super::servers::{Address, STALL};
 
@@ -51,7 +52,7 @@ pub(super) fn tls() -> Result<Arc<ClientConfig>, rustls::Error> {
 
 /// A TCP connection whose calls fail after a deadline.
 struct Timed {
-    stream: TcpStream,
+    stream: Unshared<TcpStream>,
     deadline: Instant,
 }
 
@@ -119,7 +120,7 @@ impl Connection {
     /// Connects, logs in and selects the database.
     pub(super) fn open(address: &Address, access: &Access) -> RedisResult<Self> {
         let timed = Timed {
-            stream: connect(address)?,
+            stream: connect(address)?.into(),
             deadline: Instant::now() + LIMIT,
         };
         let stream = match &access.tls {
