@@ -346,35 +346,45 @@ class UndercroftConfig:
 
     @classmethod
     def parse(
-        cls, extra_config: Mapping[str, Any], environ: Mapping[str, str] | None = None, *, flags: bool = False
+        cls,
+        extra_config: Mapping[str, Any],
+        environ: Mapping[str, str] | None = None,
+        *,
+        flags: Mapping[str, Any] | None = None,
+        place: str = EXTRA_CONFIG,
     ) -> UndercroftConfig:
         """Read all options; ``environ`` defaults to the process environment. Raises ConfigError.
 
-        ``flags``: the values are texts, or lists of texts, from a command's flags. Messages then name the flags.
+        ``flags``: texts, or lists of texts, from a command's flags, which win over the other two; ``extra_config`` wins
+        over the environment. ``place``: the origin of ``extra_config`` in messages.
         """
+        flags = flags or {}
         environ = os.environ if environ is None else environ
         known = [option.name for option in OPTIONS]
         for key, value in extra_config.items():
             if is_credential(str(key)) and key not in known:
                 raise ConfigError(
-                    f"undercroft: unknown option {key!r} in {EXTRA_CONFIG}, which is logged. Credentials of a remote "
+                    f"undercroft: unknown option {key!r} in {place}, which is logged. Credentials of a remote "
                     "store come from the environment, from files or from the machine's role: set AWS_ACCESS_KEY_ID and "
                     "AWS_SECRET_ACCESS_KEY, REDIS_PASSWORD, or what doctor --remote names. "
                     f"Allowed: {', '.join(known)}."
                 )
             if key not in known:
                 raise ConfigError(
-                    f"undercroft: unknown option {key!r} = {without_credentials(value)!r} in {EXTRA_CONFIG}"
+                    f"undercroft: unknown option {key!r} = {without_credentials(value)!r} in {place}"
                     f"{_hint(str(key), known)}. Allowed: {', '.join(known)}."
                 )
         values: dict[str, Any] = {}
         given: set[str] = set()
         for option in OPTIONS:
-            if option.name in extra_config:
+            if option.name in flags:
+                value = flags[option.name]
+                is_text = isinstance(value, str)
+                where = f"{option.flag} {without_credentials(value)}"
+            elif option.name in extra_config:
                 value = extra_config[option.name]
-                is_text = flags and isinstance(value, str)
-                shown = without_credentials(value)
-                where = f"{option.flag} {shown}" if flags else f"{option.name} = {shown!r} in {EXTRA_CONFIG}"
+                is_text = False
+                where = f"{option.name} = {without_credentials(value)!r} in {place}"
             elif environ.get(option.env, "") != "":
                 value = environ[option.env]
                 is_text = True

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from undercroft.config import OPTIONS
+from undercroft.log import follow_core
 from undercroft.sizing import resolve_sizes
 from undercroft.units import format_size
 
@@ -23,6 +24,7 @@ def open_engine(config: UndercroftConfig, socket: str | None = None, ranks: int 
     """
     from undercroft import _core
 
+    follow_core()
     return _core.Engine(engine_options(config, socket, ranks))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 import traceback
 
@@ -43,6 +44,30 @@ def child(name: str) -> logging.Logger:
 _PRINTABLE = Printable()
 logger = logging.getLogger("vllm.undercroft")
 logger.addFilter(_PRINTABLE)
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING}
+_follower: threading.Thread | None = None
+
+
+def follow_core() -> None:
+    """Log the lines of this process's engines from now on, on a thread of its own. Idempotent."""
+    global _follower
+    # The thread does not exist in a forked child.
+    if _follower is None or not _follower.is_alive():
+        _follower = threading.Thread(target=_follow, name="undercroft-log", daemon=True)
+        _follower.start()
+
+
+def _follow() -> None:
+    while True:
+        log_core_lines(3600.0)
+
+
+def log_core_lines(timeout_s: float = 0.0) -> None:
+    """Log the lines that wait; with ``timeout_s``, wait at most so long for the first."""
+    from undercroft import _core
+
+    for level, line in _core.take_log(timeout_s):
+        logger.log(_LEVELS[level], line)
 
 
 class LogOnce:

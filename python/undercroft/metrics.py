@@ -53,6 +53,8 @@ CLIENT_FIELDS_NOT_USED: dict[str, tuple[str, ...]] = {
     "other": ("other", "unknown"),
 }
 """Fields of requests that are not used as given: the label's values of the field and the reason."""
+ORDERS = ("clear", "drain", "resize", "pin", "unpin", "reset")
+"""The label's values of `orders`."""
 SHADOWS = range(1, 5)
 """Places of the sizes of the option ``shadow``."""
 
@@ -206,6 +208,9 @@ METRICS: tuple[Metric, ...] = (
            "Fields of requests that were not used as given, by the reason: above the configuration's value, not in "
            "client_fields, or unknown and like one of undercroft's.", ("field", "reason"),
            {f"not_used_{name}": labels for name, labels in CLIENT_FIELDS_NOT_USED.items()}),
+    Metric("orders", "counter",
+           "Orders to the running engine, by command (reset: of a vLLM's prefix cache). The log has a line of each.",
+           ("verb",), {f"orders_{verb}": (verb,) for verb in ORDERS}),
     _one("pins", "gauge", "Pins."),
     _one("pin_bytes", "gauge", "Host memory that the pinned chains take, or would take."),
     _one("pin_capacity_bytes", "gauge", "Budget of pins."),

@@ -190,7 +190,7 @@ def test_credentials_in_a_url_are_refused_and_not_shown(url):
             parse(given, **({} if given else {"UNDERCROFT_REMOTE": url}))
         assert "hunter2" not in str(error.value)
     with pytest.raises(ConfigError, match="--remote") as error:
-        UndercroftConfig.parse({"remote": url}, {}, flags=True)
+        UndercroftConfig.parse({}, {}, flags={"remote": url})
     assert "hunter2" not in str(error.value)
 
 

@@ -14,12 +14,13 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from core_values import Group
-from serve_process import ServeProcess, run
+from serve_process import COMMAND, ServeProcess, run
 from served_client import until
 from undercroft import _core
 
@@ -44,16 +45,54 @@ def scrape(server: ServeProcess) -> str:
         return answer.read().decode()
 
 
+def parts(line: str) -> tuple[datetime, str, str]:
+    """Time, level and message of a line of the log."""
+    day, clock, level, message = line.rstrip("\n").split(" ", 3)
+    return datetime.strptime(f"{day} {clock}", "%Y-%m-%d %H:%M:%S,%f"), level, message
+
+
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
 def test_it_says_what_it_found_and_where_it_is(server: ServeProcess, place: Path) -> None:
-    start, metrics, ready = server.printed
+    times, levels, (start, metrics, ready) = zip(*map(parts, server.printed), strict=True)
+    assert levels == ("INFO",) * 3 and list(times) == sorted(times)
     assert start.startswith("undercroft: host memory 64 MiB")
     assert f"disk {place}/disk 61.5 MiB" in start
     assert re.fullmatch(r"undercroft: metrics on http://127\.0\.0\.1:\d+/metrics", metrics)
     assert ready == f"undercroft: ready on unix://{server.socket}"
+
+
+def test_a_file_gives_the_options_and_flags_win(tmp_path: Path) -> None:
+    file = tmp_path / "serve.json"
+    options = {"disk_path": [str(tmp_path / "a:b")], "disk_capacity": "64MiB", "host_memory": "1GiB", "io_depth": 8}
+    file.write_text(json.dumps(options | {"metrics": 0, "log_level": "error", "socket": str(tmp_path / "other")}))
+    with ServeProcess(
+        tmp_path / "s.sock", "--config", str(file), "--log-level", "info", UNDERCROFT_IO_DEPTH="9"
+    ) as one:
+        assert "undercroft: metrics on http://127.0.0.1:" in one.printed[1]
+        given = one.status()["info"]["options"]
+        assert (given["host_memory"], given["io_depth"]) == (64 << 20, 8)
+        assert [disk["path"] for disk in given["disks"]] == [str(tmp_path / "a:b")]
+
+
+def test_an_order_leaves_a_line_and_a_count(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "serve.sock", "--metrics", "0") as server:
+        assert 'vllm:undercroft_orders_total{verb="clear"} 0.0' in scrape(server)
+        with subprocess.Popen(
+            [*COMMAND, "clear", "--socket", str(server.socket), "--older-than", "2h", "--yes"],
+            stdout=subprocess.DEVNULL,
+        ) as caller:
+            assert caller.wait(60) == 0
+        _, level, line = parts(server.process.stdout.readline())
+        order = 'undercroft: order clear {"erase":false,"what":{"older_than":7200}} by '
+        who = f"uid {os.getuid()}, pid {caller.pid}: " + '{"disk_blocks":0'
+        assert (level, line.startswith(order + who)) == ("INFO", True), line
+        assert run("status", "--socket", str(server.socket)).returncode == 0
+        assert 'vllm:undercroft_orders_total{verb="clear"} 1.0' in scrape(server)
+        assert server.stop() == 0
+        assert parts(server.process.stdout.read())[2] == "undercroft: stopping", "questions leave no line"
 
 
 def test_only_its_user_can_come_near_the_socket(server: ServeProcess) -> None:
@@ -110,7 +149,8 @@ def test_a_file_deleted_under_it_is_told(tmp_path: Path) -> None:
         assert "data was deleted" in run("status", "--socket", str(server.socket)).stdout
         assert server.status()["stats"]["disk_degraded"] == 1
         assert "vllm:undercroft_degraded_disks 1.0" in scrape(server)
-        assert str(tmp_path / "disk") in server.process.stderr.readline(), "the log says so, too"
+        _, level, said = parts(server.process.stdout.readline())
+        assert (level, str(tmp_path / "disk") in said) == ("ERROR", True), "the log says so, too"
 
 
 def test_a_second_server_on_the_socket_is_refused(server: ServeProcess, place: Path) -> None:
@@ -176,7 +216,7 @@ def test_a_signal_ends_it_cleanly(tmp_path: Path, number: signal.Signals) -> Non
     disk = tmp_path / "disk"
     with ServeProcess(tmp_path / "serve.sock", "--disk-path", str(disk), UNDERCROFT_DISK_CAPACITY="64MiB") as server:
         assert server.stop(number) == 0
-        assert server.process.stdout.read() == "undercroft: stopping\n"
+        assert parts(server.process.stdout.read())[1:] == ("INFO", "undercroft: stopping")
         assert server.process.stderr.read() == ""
     engine = _core.Engine(
         {"host_memory": 64 << 20, "disks": [{"path": str(disk), "capacity": 64 << 20}], "socket_dir": str(tmp_path)}

@@ -116,9 +116,40 @@ def test_each_flag_is_an_option_with_its_help(capsys: pytest.CaptureFixture[str]
 def test_flags_win_over_the_environment() -> None:
     given = {"disk_path": ["/a", "/b"], "disk_capacity": "1TiB", "io_depth": "8"}
     environ = {"UNDERCROFT_IO_DEPTH": "16", "UNDERCROFT_HOST_MEMORY": "1GiB"}
-    config = UndercroftConfig.parse(given, environ, flags=True)
+    config = UndercroftConfig.parse({}, environ, flags=given)
     assert (config.disk_path, config.disk_capacity) == (("/a", "/b"), Amount(size=1 << 40))
     assert (config.io_depth, config.host_memory) == (8, Amount(size=1 << 30))
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ('{"host_memroy": "1GiB"}', ["unknown option 'host_memroy' (did you mean 'host_memory'?)", "log_level"]),
+        ('{"lookup": "blocking"}', ["lookup is an option of each vLLM, not of the server"]),
+        ('{"host_memory": "12XB"}', ["host_memory = '12XB' in FILE: unknown unit 'XB'. Allowed: bytes"]),
+        ('{"log_level": "Info"}', ["log_level = 'Info' in FILE: Info is no level (did you mean 'info'?)"]),
+        ('{"metrics": ":9400"}', ["metrics = ':9400' in FILE: ':9400' names no host"]),
+        ('["host_memory"]', ["--config FILE: it is no JSON object"]),
+        ("host_memory: 1GiB", ["--config FILE: it is not JSON"]),
+        (None, ["--config FILE: cannot be read (No such file or directory)"]),
+    ],
+)
+def test_a_wrong_file_is_one_line_that_names_it(
+    text: str | None, messages: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.json"
+    if text is not None:
+        file.write_text(text)
+    assert main.main(["serve", "--config", str(file), "--socket", str(tmp_path / "s")]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    for message in messages:
+        assert message.replace("FILE", str(file)) in printed.err
+
+
+def test_the_file_has_the_options_of_the_command_line() -> None:
+    shown = {action.dest for action in main.build_parser()._subparsers._group_actions[0].choices["serve"]._actions}
+    assert shown - {"help", "config"} == {*serve._OWN_OPTIONS, *(option.name for option in serve.ENGINE_OPTIONS)}
 
 
 def test_disk_path_may_be_given_several_times() -> None:
@@ -369,9 +400,11 @@ def test_a_server_whose_thread_has_ended_ends() -> None:
         env={**os.environ, "NOTIFY_SOCKET": "/nowhere/notify"},
     )
     assert done.returncode == 1
-    warning, error = done.stderr.splitlines()
-    assert warning == "undercroft: cannot send READY=1 to NOTIFY_SOCKET /nowhere/notify: No such file or directory"
-    assert error == "undercroft: error: the server's thread has ended"
+    (warning,) = (line for line in done.stdout.splitlines() if "NOTIFY_SOCKET" in line)
+    assert warning.endswith(
+        " WARNING undercroft: cannot send READY=1 to NOTIFY_SOCKET /nowhere/notify: No such file or directory"
+    )
+    assert done.stderr == "undercroft: error: the server's thread has ended\n"
 
 
 class Served:
@@ -454,7 +487,7 @@ def test_the_health_of_a_server_that_does_not_answer_is_503(tmp_path: Path, monk
         code, text = asked(page(Served(), str(path)), "/health")
     assert (code, text) == (503, f'"{path}": the server does not answer\n')
     code, text = asked(page(Served(), str(tmp_path / "none")), "/health")
-    assert (code, "is `undercroft serve` running there?" in text) == (503, True), text
+    assert (code, "is an engine running there" in text) == (503, True), text
 
 
 def descriptors() -> int:

@@ -5,28 +5,33 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import resource
 import signal
 import socket
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from undercroft.cli.output import CommandError, say
+from undercroft.cli.output import CommandError
 from undercroft.cli.sockets import DEFAULT_SOCKET, absolute_path, default_socket
 from undercroft.config import OPTIONS, UndercroftConfig, unknown_environment
 from undercroft.connector.health import DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.engine import open_engine, start_line
-from undercroft.errors import ConfigError
-from undercroft.log import logger
+from undercroft.errors import ConfigError, cause
+from undercroft.log import log_core_lines, logger
+from undercroft.option_values import did_you_mean
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
 
 ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.scope == "engine")
 """The options that are flags of the command. Each vLLM sets the other options itself."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 # Seconds between two checks of the engine's health.
 HEALTH_INTERVAL_S = 1.0
 # Sessions that must have ended before their memory is given back.
@@ -40,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
         help="run the engine as a process of its own, shared by every vLLM on this host",
         description="Runs in the foreground until SIGTERM or SIGINT. A second signal ends it at once. Each option may "
         "also be given in the environment, as UNDERCROFT_<NAME>. Exit code 0 after a signal, 1 if the engine fails, "
-        "2 if an option or a directory cannot be used.",
+        "2 if an option or a directory cannot be used. Logs to stdout, each line with time and level.",
         epilog="example: undercroft serve --host-memory 64GiB --disk-path /mnt/nvme0/undercroft --metrics 9400",
     )
     parser.add_argument(
@@ -55,6 +60,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
         metavar="[HOST:]PORT",
         help="serve /metrics (in Prometheus form) and /health (503 unless the engine answers) over HTTP, on 127.0.0.1 "
         "unless a host is given",
+    )
+    parser.add_argument(
+        "--log-level", choices=LOG_LEVELS, help=f"least level of the lines in the log (default: {LOG_LEVELS[1]})"
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a JSON object with any of these options by name, such as host_memory or log_level; a flag wins over the "
+        "file, and the file over the environment",
     )
     for option in ENGINE_OPTIONS:
         several = option.name == "disk_path"
@@ -71,11 +85,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal arrives."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    file = _read_config(args.config) if args.config is not None else {}
+    for name, parse in _OWN_OPTIONS.items():
+        value = file.pop(name, None)
+        if getattr(args, name) is None and value is not None:
+            setattr(args, name, _parsed(parse, value, f"{name} = {value!r} in {args.config}"))
+    level = (args.log_level or LOG_LEVELS[1]).upper()
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=level, stream=sys.stdout)
     for message in unknown_environment():
         logger.warning(message)
     given = {option.name: value for option in ENGINE_OPTIONS if (value := getattr(args, option.name)) is not None}
-    config = UndercroftConfig.parse(given, flags=True)
+    config = UndercroftConfig.parse(file, flags=given, place=str(args.config))
     path = args.socket or default_socket()
     _check_socket(Path(path))
     stop = _stop_on_signal()
@@ -88,18 +108,56 @@ def run(args: argparse.Namespace) -> int:
     engine = open_engine(config, path)
     with contextlib.closing(engine):
         # The server has no namespace of its own.
-        say(start_line(engine.info(), "").partition("; namespace")[0], flush=True)
+        logger.info("%s", start_line(engine.info(), "").partition("; namespace")[0])
         if page is not None:
             host = args.metrics[0]
             page.opened(engine, path)
             address = f"{f'[{host}]' if ':' in host else host}:{page.port}"
-            say(f"undercroft: metrics on http://{address}/metrics", flush=True)
-        say(f"undercroft: ready on unix://{path}", flush=True)
+            logger.info("undercroft: metrics on http://%s/metrics", address)
+        logger.info("undercroft: ready on unix://%s", path)
         notify("READY=1")
         _watch(engine, stop)
         notify("STOPPING=1")
-        say("undercroft: stopping", flush=True)
+        logger.info("undercroft: stopping")
+    log_core_lines()
     return 0
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    """The options in a file. Raises ConfigError."""
+    try:
+        found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({cause(error)})") from None
+    except ValueError as error:
+        raise ConfigError(f"--config {path}: it is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f'--config {path}: it is no JSON object; give one such as {{"host_memory": "64GiB"}}')
+    known = [*_OWN_OPTIONS, *(option.name for option in ENGINE_OPTIONS)]
+    for key in found:
+        if key in known:
+            continue
+        if key in (option.name for option in OPTIONS):
+            raise ConfigError(f"--config {path}: {key} is an option of each vLLM, not of the server; leave it out here")
+        raise ConfigError(
+            f"--config {path}: unknown option {key!r}{did_you_mean(key, known)}. Allowed: {', '.join(known)}."
+        )
+    return found
+
+
+def _parsed(parse: Callable[[str], Any], value: Any, where: str) -> Any:
+    try:
+        return parse(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _level(text: str) -> str:
+    if text not in LOG_LEVELS:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no level{did_you_mean(text.lower(), LOG_LEVELS)}. Allowed: {', '.join(LOG_LEVELS)}"
+        )
+    return text
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -109,6 +167,10 @@ def _address(text: str) -> tuple[str, int]:
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is neither PORT nor HOST:PORT")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+_OWN_OPTIONS: dict[str, Callable[[str], Any]] = {"socket": absolute_path, "metrics": _address, "log_level": _level}
+"""The options that only the command has, and their parsers."""
 
 
 def _check_socket(path: Path) -> None:

@@ -13,7 +13,7 @@ from undercroft.compat import KVConnectorStats
 from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.engine import io_engine
 from undercroft.log import logger
-from undercroft.metrics import CLIENT_FIELDS_NOT_USED, LATENCIES, SHADOWS
+from undercroft.metrics import CLIENT_FIELDS_NOT_USED, LATENCIES, ORDERS, SHADOWS
 from undercroft.reasons import REASONS
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
         for answer in ("accepted", "clipped", "rejected")
         if (verb, answer) != ("release", "clipped")
     },
+    **{f"orders_{verb}": ("counter", f"orders to {verb}, refused ones included") for verb in ORDERS},
     "pins": ("gauge", "pins"),
     "pin_bytes": ("gauge", "bytes of host memory that the pinned chains take, or would take"),
     "pin_capacity_bytes": ("gauge", "budget of pins"),

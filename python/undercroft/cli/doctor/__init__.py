@@ -53,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 def run(args: argparse.Namespace) -> int:
     """Run all checks, and print each when it is done."""
     given = {name: value for name in _TAKEN if (value := getattr(args, name)) is not None}
-    config = UndercroftConfig.parse(given, {}, flags=True)
+    config = UndercroftConfig.parse({}, {}, flags=given)
     checks = []
     for check in _checks(config, args.role, args.remote, args.remote_any_owner):
         checks.append(check)
