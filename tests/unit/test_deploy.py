@@ -92,12 +92,14 @@ def test_every_failure_has_an_alert() -> None:
 def test_the_dashboard_asks_for_series_that_exist() -> None:
     panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
     assert len(panels) > 10
-    for panel in panels:
-        for target in panel["targets"]:
-            check(target["expr"])
-            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= set(
-                re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", target["expr"])))
-            )
+    asked = [(target["expr"], target["legendFormat"]) for panel in panels for target in panel["targets"]]
+    asked += [(one["expr"], one["titleFormat"]) for one in DASHBOARD["annotations"]["list"]]
+    assert "orders_total" in asked[-1][0], "orders are marked in all panels"
+    for expression, legend in asked:
+        check(expression)
+        assert set(re.findall(r"{{(\w+)}}", legend)) <= set(
+            re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", expression)))
+        )
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
     used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(DASHBOARD["panels"])))
