@@ -13,7 +13,7 @@ from served_client import until
 
 SESSIONS = 30
 MIB = 1 << 20
-# What a session takes before the server reads no more from it.
+# Bytes that a session takes before the server reads no more from it.
 UNREAD = MIB
 
 pytestmark = pytest.mark.server

@@ -101,7 +101,7 @@ def test_the_last_token_gets_the_same_values_again(engine: Callable[..., Engine]
 def test_a_resumed_request_may_end_with_a_block(
     engine: Callable[..., Engine], llama: Path, reference: Reference
 ) -> None:
-    """Preempted when prompt and answer fill whole blocks: what was generated is hit too."""
+    """Preempted when prompt and answer fill whole blocks: the generated tokens are hit too."""
     one = engine(llama, MEMORY)
     start = prompt(2 * BLOCK - 4, seed=3)
     from vllm import SamplingParams

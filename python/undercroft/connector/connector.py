@@ -31,7 +31,7 @@ from undercroft.connector.client_fields import ClientFields
 from undercroft.connector.differences import ignored_options
 from undercroft.connector.events import NO_EVENTS, Events, NoEvents, events_of
 from undercroft.connector.explanations import Explanations
-from undercroft.connector.groups import Groups, why_unsupported
+from undercroft.connector.groups import GroupRegistration, Groups, why_unsupported
 from undercroft.connector.hints import NO_HINTS, HintsOnly, NoHints, RequestHints
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.namespace import Naming, describe, random_seed, weight_version
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from undercroft._core import Engine
+    from undercroft._core import Engine, Session
     from undercroft.connector.worker import WorkerConnector
     from undercroft.threshold import HitThreshold, Rejection
 
@@ -197,21 +197,9 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             at_version = partial(weight_version, description) if config.share_weight_versions else None
             self._resets = Resets(self._scheduler, config.reset_with_prefix_cache, at_version)
             naming.digests.save()
-            if config.record:
-                parallel = self._vllm_config.parallel_config
-                suffix = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
-                self._recorder = Recorder(Path(config.record + suffix), groups)
-            tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
-            self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
-            if config.shadow:
-                self._shadow = Shadow(config.shadow, groups, tokens_in)
-            index_bytes = partial(capacity.index_bytes, groups=registration)
-            logger.info(start_line(engine.info(), session.namespace, whose(engine, config), tokens_in, index_bytes))
+            self._observe(config, engine, session, groups, registration)
             if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
                 logger.warning("undercroft: the engine is shared, and its own options apply: %s", "; ".join(ignored))
-            limited = why_limited(registration, groups.engine_block_size, groups.dropped_tokens)
-            if config.remote and limited:
-                logger.warning("undercroft: %s (docs/remote.md)", limited)
             if not_reused:
                 logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
             self._announcement.announce(engine.arena)
@@ -219,6 +207,29 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             engine.close()
             raise
         self._engine = engine
+
+    def _observe(
+        self,
+        config: UndercroftConfig,
+        engine: Engine,
+        session: Session,
+        groups: Groups,
+        registration: list[GroupRegistration],
+    ) -> None:
+        """Start the records and figures of the session, and say in the log how it runs."""
+        if config.record:
+            parallel = self._vllm_config.parallel_config
+            suffix = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
+            self._recorder = Recorder(Path(config.record + suffix), groups)
+        tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
+        self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
+        if config.shadow:
+            self._shadow = Shadow(config.shadow, groups, tokens_in)
+        index_bytes = partial(capacity.index_bytes, groups=registration)
+        logger.info(start_line(engine.info(), session.namespace, whose(engine, config), tokens_in, index_bytes))
+        limited = why_limited(registration, groups.engine_block_size, groups.dropped_tokens)
+        if config.remote and limited:
+            logger.warning("undercroft: %s (docs/remote.md)", limited)
 
     def _report(self, hook: str, error: Exception) -> None:
         """Count an error that was caught in a hook, and log the first of its kind."""

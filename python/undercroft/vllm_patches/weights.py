@@ -87,24 +87,27 @@ def watch_weights(ours_in: Callable[[Any], Iterable[Any]]) -> None:
 
         return set_weight_version
 
-    def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            try:
-                for model in _models_here(self.model_executor):
-                    _watch_loads(model, lambda: tell(self.scheduler, "weights_may_change", "load_weights"))
-            except Exception as error:  # The model is not where it was: its process has no other users then.
-                failed(WEIGHT_CHANGES, error)
-
-        return init
-
     replace(
         (Scheduler, "reset_prefix_cache", wrap_reset),
         (EngineCore, "sleep", wrap_sleep),
         (EngineCore, "collective_rpc", wrap_rpc),
-        (EngineCore, "__init__", wrap_init),
+        (EngineCore, "__init__", functools.partial(_watching_loads, tell)),
         *([(EngineCore, "set_weight_version", wrap_version)] if hasattr(EngineCore, "set_weight_version") else []),
     )
+
+
+def _watching_loads(tell: Callable[..., None], original: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's ``EngineCore.__init__``, after which loads of weights into models of this process are told."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        try:
+            for model in _models_here(self.model_executor):
+                _watch_loads(model, lambda: tell(self.scheduler, "weights_may_change", "load_weights"))
+        except Exception as error:  # The model is not where it was: its process has no other users then.
+            failed(WEIGHT_CHANGES, error)
+
+    return init
 
 
 def _name(method: Any) -> str:

@@ -23,7 +23,7 @@ use crate::location::{Location, LocationError};
 use crate::objects::{Entry, Objects, Result, StoreError};
 use crate::receiver::Receiver;
 use crate::redact::redacted;
-use client::{CLOCK, CLOCK_WORDS, Client, ROLES, client, credentials, reach};
+use client::{CLOCK, CLOCK_WORDS, ROLES, StoreClient, client, credentials, reach};
 
 mod client;
 mod endpoint;
@@ -73,7 +73,7 @@ impl CloudStore {
         location: &Location,
         options: Options,
     ) -> std::result::Result<Self, LocationError> {
-        let Client {
+        let StoreClient {
             name,
             store,
             exposure,

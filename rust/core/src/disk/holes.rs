@@ -45,7 +45,7 @@ pub(super) fn fill_holes(
             left -= needed;
             continue;
         }
-        // What is left is for no larger block. Perhaps others take space meanwhile.
+        // No larger block fits into the rest. Perhaps others take space meanwhile.
         left = 0;
         lost.push(block.start / unit * unit..block.end.next_multiple_of(unit).min(len));
     }

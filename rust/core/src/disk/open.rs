@@ -18,7 +18,7 @@ use super::files::{DATA, Found, LOCK, SUPER, TABLE};
 use super::fit_table::fit_table;
 use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, Superblock, namespace_offset};
 use super::holes::{fill_holes, space_of};
-use super::space::{Filesystem, Held, Sizing, short_of_space, size};
+use super::space::{Filesystem, KeptFiles, Sizing, short_of_space, size};
 use super::way;
 use crate::disk::{DeviceImage, Table};
 use crate::error::StoreError;
@@ -361,9 +361,9 @@ fn plan(
     let mut notes = Vec::new();
     let measure = "measure its files";
     let held = match (found, options.on_other_version) {
-        (Found::Empty, _) => Held::discarded(files::bytes_of(path)),
+        (Found::Empty, _) => KeptFiles::discarded(files::bytes_of(path)),
         (Found::Store(superblock), _) => {
-            Held::of(path, superblock.page_bytes).map_err(failed(path, measure))?
+            KeptFiles::of(path, superblock.page_bytes).map_err(failed(path, measure))?
         }
         (Found::OtherVersion(found), OnOtherVersion::Refuse)
             if found == Superblock::version(!options.encrypted) =>
@@ -387,7 +387,7 @@ fn plan(
                 strangeness(version, options),
                 Bytes(files::bytes_of(path)),
             ));
-            Held::discarded(files::bytes_of(path))
+            KeptFiles::discarded(files::bytes_of(path))
         }
         (Found::OtherVersion(version), OnOtherVersion::SetAside) => {
             notes.push(format!(
@@ -398,7 +398,7 @@ fn plan(
                 files::aside(path, version).display(),
                 Bytes(files::bytes_of(path)),
             ));
-            Held::default()
+            KeptFiles::default()
         }
     };
     let mut place = path;

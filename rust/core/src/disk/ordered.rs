@@ -13,7 +13,7 @@ pub(super) struct OrderedBlocks {
     waiting: BlockSet,
     /// Blocks that are being written for the order.
     in_flight: BTreeSet<u32>,
-    /// Blocks that were being written when the order came: what is written may be older than the order.
+    /// Blocks that were being written when the order came: the bytes written may be older than the order.
     again: BTreeSet<u32>,
     /// Blocks that have been written since the last sync began.
     written: BlockSet,

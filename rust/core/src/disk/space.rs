@@ -71,7 +71,7 @@ impl Filesystem {
 
 /// The space that the files of a store take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Held {
+pub(super) struct KeptFiles {
     /// Length of the data file.
     data_len: u64,
     /// Bytes that the data file takes of the filesystem: fewer than its length if it has holes.
@@ -83,7 +83,7 @@ pub(super) struct Held {
     is_empty: bool,
 }
 
-impl Held {
+impl KeptFiles {
     /// Measures a store that is kept, whose pages have `page_bytes`.
     pub(super) fn of(path: &Path, page_bytes: u64) -> io::Result<Self> {
         let [superblock, table, data] = [SUPER, TABLE, DATA].map(|name| path.join(name));
@@ -150,7 +150,7 @@ pub(crate) fn capacity_for_payload(payload_bytes: u64) -> Option<u64> {
 pub(super) fn size(
     path: &Path,
     capacity: Capacity,
-    held: Held,
+    held: KeptFiles,
     filesystem: Filesystem,
 ) -> Result<Sizing, StoreError> {
     let Filesystem {
@@ -282,7 +282,7 @@ fn too_small(path: &Path, capacity: u64) -> StoreError {
 }
 
 /// The size of the pages. The capacity decides it, except in a store with records, which keeps its pages.
-fn page_bytes(data_bytes: u64, held: Held) -> u64 {
+fn page_bytes(data_bytes: u64, held: KeptFiles) -> u64 {
     let wanted = page_bytes_for(data_bytes);
     let do_pages_fit = wanted <= held.page_bytes && held.page_bytes < wanted * PAGES_TOO_LARGE;
     if held.is_empty || !do_pages_fit {
@@ -311,10 +311,10 @@ mod tests {
         }
     }
 
-    fn held(capacity: u64) -> Held {
+    fn held(capacity: u64) -> KeptFiles {
         let page_bytes = page_bytes_for(data_of(capacity));
         let data_len = cut(data_of(capacity), page_bytes);
-        Held {
+        KeptFiles {
             data_len,
             data_space: data_len,
             all: data_len,
@@ -323,7 +323,7 @@ mod tests {
         }
     }
 
-    fn sized(capacity: Capacity, held: Held, free: u64) -> Result<Sizing, StoreError> {
+    fn sized(capacity: Capacity, held: KeptFiles, free: u64) -> Result<Sizing, StoreError> {
         size(Path::new("/d"), capacity, held, filesystem(free))
     }
 
@@ -358,7 +358,7 @@ mod tests {
 
     #[test]
     fn a_share_keeps_the_size_of_a_store_unless_space_is_short() {
-        let new = sized(share(0.5), Held::default(), 40 * GIB).unwrap();
+        let new = sized(share(0.5), KeptFiles::default(), 40 * GIB).unwrap();
         assert!(new.data_bytes > 19 * GIB && new.data_bytes < 20 * GIB);
         let kept = held(20 * GIB);
         // Another user of the filesystem took half of the free space.
@@ -386,7 +386,7 @@ mod tests {
     #[test]
     fn messages_name_the_number_that_works() {
         let said = |capacity, free| {
-            sized(capacity, Held::default(), free)
+            sized(capacity, KeptFiles::default(), free)
                 .unwrap_err()
                 .to_string()
         };
@@ -400,11 +400,16 @@ mod tests {
             short.contains("only 6 GiB can be used now") && short.contains("7 GiB"),
             "{short}"
         );
-        sized(Capacity::Bytes(6 * GIB), Held::default(), 10 * GIB + 12_345).unwrap();
-        let impossible = sized(Capacity::Bytes(101 * GIB), Held::default(), 50 * GIB);
+        sized(
+            Capacity::Bytes(6 * GIB),
+            KeptFiles::default(),
+            10 * GIB + 12_345,
+        )
+        .unwrap();
+        let impossible = sized(Capacity::Bytes(101 * GIB), KeptFiles::default(), 50 * GIB);
         assert!(!impossible.unwrap_err().may_pass());
         assert!(
-            sized(share(0.5), Held::default(), GIB)
+            sized(share(0.5), KeptFiles::default(), GIB)
                 .unwrap_err()
                 .may_pass()
         );

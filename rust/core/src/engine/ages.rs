@@ -49,10 +49,9 @@ pub(in crate::engine) struct Ages {
 impl Ages {
     /// The times of no ticks. `disk_ttl_s` is the time to live of payloads; 0 if there is none.
     pub(in crate::engine) fn new(disk_ttl_s: u64) -> Self {
-        let exact = u32::try_from(disk_ttl_s / u64::from(MINUTE)).unwrap_or(MINUTE);
-        let rounding_s = match disk_ttl_s {
-            0 => MINUTE,
-            _ => exact.clamp(1, MINUTE),
+        let rounding_s = match u32::try_from(disk_ttl_s) {
+            Ok(0) | Err(_) => MINUTE,
+            Ok(ttl_s) => (ttl_s / MINUTE).clamp(1, MINUTE),
         };
         Self {
             samples: VecDeque::new(),

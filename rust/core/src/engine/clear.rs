@@ -61,7 +61,8 @@ pub struct Cleared {
     pub disk_bytes: u64,
     /// Bytes erased from the data files, durably.
     pub erased_bytes: u64,
-    /// Payloads whose bytes could not be erased, or may be on a disk although their write failed.
+    /// Writes whose bytes could not be erased, or may be on a disk although the write failed. A write that is tried again
+    /// counts again, since it may have gone elsewhere.
     pub erase_failures: u64,
     /// Hash blocks that are left: not reached, in use, or being erased.
     pub pending: u64,

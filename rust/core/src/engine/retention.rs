@@ -11,8 +11,8 @@ const STEPS: u32 = 64;
 /// The progress of the search for payloads that have been unused for too long.
 #[derive(Debug)]
 pub(super) struct Retention {
-    /// Time to live in seconds; 0: payloads stay.
-    ttl_s: u32,
+    /// Time to live in seconds; `None`: payloads stay.
+    ttl_s: Option<u32>,
     /// When the next search may begin, in seconds since 1970.
     next_s: u32,
     /// All payloads whose last use was at this tick or before have been looked for.
@@ -23,7 +23,7 @@ pub(super) struct Retention {
 impl Retention {
     pub(super) fn new(ttl_s: u64) -> Self {
         Self {
-            ttl_s: u32::try_from(ttl_s).unwrap_or(u32::MAX),
+            ttl_s: u32::try_from(ttl_s).ok().filter(|&ttl_s| ttl_s > 0),
             next_s: 0,
             swept: None,
             sweep: None,
@@ -32,7 +32,7 @@ impl Retention {
 
     /// Whether payloads without a use for long are evicted.
     pub(super) fn is_on(&self) -> bool {
-        self.ttl_s > 0
+        self.ttl_s.is_some()
     }
 
     /// Whether payloads are being looked for.
@@ -45,11 +45,11 @@ impl Engine {
     /// Evicts from disk some of the payloads that have been unused for too long.
     pub(super) fn evict_unused(&mut self) {
         let (retention, now_s) = (&self.retention, self.unix_s());
-        if !retention.is_on() {
+        let Some(ttl_s) = retention.ttl_s else {
             return;
-        }
+        };
         if now_s >= retention.next_s && !retention.has_rest() {
-            self.begin_search(now_s);
+            self.begin_search(now_s, ttl_s);
         }
         let Some(mut cursor) = self.retention.sweep.take() else {
             return;
@@ -62,12 +62,12 @@ impl Engine {
     }
 
     /// Begins to look for payloads, if some ticks have become too old.
-    fn begin_search(&mut self, now_s: u32) {
+    fn begin_search(&mut self, now_s: u32, ttl_s: u32) {
         // Uses from now on have a later tick.
         self.residency.next_tick();
         let retention = &mut self.retention;
-        retention.next_s = now_s.saturating_add((retention.ttl_s / STEPS).max(1));
-        let by_s = now_s.checked_sub(retention.ttl_s);
+        retention.next_s = now_s.saturating_add((ttl_s / STEPS).max(1));
+        let by_s = now_s.checked_sub(ttl_s);
         let over = by_s.and_then(|by_s| self.residency.ages.over_by(by_s));
         let over = over.filter(|&tick| retention.swept < Some(tick));
         retention.sweep = over.map(UnusedCursor::new);

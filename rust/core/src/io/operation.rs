@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
-use super::fault_hook::Verdict;
+use super::fault_hook::{Call, CallKind, Verdict};
 use super::{FileKind, IO_ALIGN, IoFault, IoRequest, SealedTransfer};
 use crate::arena::Arena;
 use crate::checksum::RunningChecksum;
@@ -232,6 +232,31 @@ impl Operation {
 
     pub(super) fn is_erasure(&self) -> bool {
         matches!(self.body, Body::Erase { .. })
+    }
+
+    /// The call that moves `len` bytes from an offset of the file on; for an erasure or a sync, the whole call.
+    pub(super) fn call(&self, file_offset: u64, len: u32) -> Call {
+        let kind = match self.body {
+            Body::Erase { .. } => CallKind::Erase,
+            Body::Sync => CallKind::Sync,
+            _ if self.is_read() => CallKind::Read,
+            _ => CallKind::Write,
+        };
+        Call {
+            kind,
+            device: self.device,
+            file: self.file,
+            file_offset,
+            len,
+        }
+    }
+
+    /// The call of the sync that follows the transfer, or is the operation.
+    pub(super) fn sync_call(&self) -> Call {
+        Call {
+            kind: CallKind::Sync,
+            ..self.call(self.file_offset, 0)
+        }
     }
 
     /// Whether bytes are moved.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
-use super::fault_hook::{Call, CallKind, Direct, FaultHook};
+use super::fault_hook::{Direct, FaultHook};
 use super::operation::{Body, ERASE_MODES, Next, Operation, Progress};
 use super::sealed::{self, SealedBuffer};
 use super::waker::Wake;
@@ -330,15 +330,10 @@ impl<I: FaultHook> PoolShared<I> {
             return Err(IoFault::Os(Errno::INVAL.raw_os_error()));
         };
         let reads = operation.is_read();
-        let kind = if reads {
-            CallKind::Read
-        } else {
-            CallKind::Write
-        };
         sealed::carry_out(operation, (&self.arena, cipher), buffer, |bytes| {
             repeat(&mut Progress::new(operation.len), reads, |done, len| {
                 let at = operation.file_offset + u64::from(done);
-                let verdict = self.fault_hook.on_call(&call(operation, kind, at, len));
+                let verdict = self.fault_hook.on_call(&operation.call(at, len));
                 let end = done + verdict.issued(len)?;
                 let range = done as usize..end as usize;
                 sealed::call(file, (reads, at), bytes, range, verdict)
@@ -353,13 +348,8 @@ impl<I: FaultHook> PoolShared<I> {
         done: u32,
         len: u32,
     ) -> Result<u32, Errno> {
-        let kind = if operation.is_read() {
-            CallKind::Read
-        } else {
-            CallKind::Write
-        };
         let at = operation.file_offset + u64::from(done);
-        let verdict = self.fault_hook.on_call(&call(operation, kind, at, len));
+        let verdict = self.fault_hook.on_call(&operation.call(at, len));
         let len = verdict.issued(len)?;
         let moved = match &operation.body {
             Body::Read { arena_offset, .. } => {
@@ -381,9 +371,7 @@ impl<I: FaultHook> PoolShared<I> {
 
     fn erase(&self, operation: &Operation, file: BorrowedFd<'_>) -> Result<u32, Errno> {
         let (at, len) = (operation.file_offset, operation.len);
-        let verdict = self
-            .fault_hook
-            .on_call(&call(operation, CallKind::Erase, at, len));
+        let verdict = self.fault_hook.on_call(&operation.call(at, len));
         verdict.issued(len)?;
         let mut erased = Err(Errno::OPNOTSUPP);
         for mode in &ERASE_MODES[usize::from(operation.erase_modes_skipped())..] {
@@ -396,21 +384,9 @@ impl<I: FaultHook> PoolShared<I> {
     }
 
     fn sync(&self, operation: &Operation, file: BorrowedFd<'_>) -> Result<u32, Errno> {
-        let verdict =
-            self.fault_hook
-                .on_call(&call(operation, CallKind::Sync, operation.file_offset, 0));
+        let verdict = self.fault_hook.on_call(&operation.sync_call());
         verdict.issued(0)?;
         rustix::fs::fdatasync(file).map(|()| 0)
-    }
-}
-
-fn call(operation: &Operation, kind: CallKind, file_offset: u64, len: u32) -> Call {
-    Call {
-        kind,
-        device: operation.device,
-        file: operation.file,
-        file_offset,
-        len,
     }
 }
 

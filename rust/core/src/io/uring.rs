@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-use super::fault_hook::{Call, CallKind, Direct, FaultHook, Verdict};
+use super::fault_hook::{Direct, FaultHook, Verdict};
 use super::in_flight::{Active, Lane, Queues, RingPiece, Slot, file_index, parts, user_data};
 use super::operation::{Body, ERASE_MODES, Next, Operation, Progress, Summing};
 use super::ring::{Buffer, REFUSAL_PAUSE, Ring, RingTransfer, WAKE};
@@ -241,21 +241,15 @@ impl<I: FaultHook> Uring<I> {
         let operation = &active.operation;
         let lane = &mut self.lanes[usize::from(operation.device)];
         let file = file_index(operation);
-        let mut call = Call {
-            kind: CallKind::Sync,
-            device: operation.device,
-            file: operation.file,
-            file_offset: operation.file_offset,
-            len: 0,
-        };
         if active.fault.is_some() {
             // The remaining pieces of a failed operation are not transferred.
             return self.finish_piece(index);
         }
         let Some(piece) = active.pieces.get_mut(usize::from(number)) else {
-            if operation.is_erasure() {
-                (call.kind, call.len) = (CallKind::Erase, operation.len);
-            }
+            let call = match operation.is_erasure() {
+                true => operation.call(operation.file_offset, operation.len),
+                false => operation.sync_call(),
+            };
             match self.fault_hook.on_call(&call).issued(call.len) {
                 Ok(_) if operation.is_erasure() => {
                     lane.entries += 1;
@@ -272,13 +266,8 @@ impl<I: FaultHook> Uring<I> {
             return;
         };
         let done = piece.start + piece.progress.done();
-        call.kind = if operation.is_read() {
-            CallKind::Read
-        } else {
-            CallKind::Write
-        };
-        call.file_offset += u64::from(done);
-        call.len = piece.progress.remaining();
+        let at = operation.file_offset + u64::from(done);
+        let call = operation.call(at, piece.progress.remaining());
         piece.verdict = self.fault_hook.on_call(&call);
         let len = match piece.verdict.issued(call.len) {
             Ok(len) => len,

@@ -1,6 +1,6 @@
 //! What an operator is told after an order to clear is true: for each restart, and for the medium.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use rustix::io::Errno;
@@ -42,6 +42,26 @@ impl FaultHook for Failing {
         let is_it = (call.kind, call.file, call.device) == (self.kind, self.file, self.device);
         match is_it && self.on.load(Ordering::SeqCst) {
             true => Verdict::Fail(self.errno.raw_os_error()),
+            false => Verdict::Pass,
+        }
+    }
+}
+
+/// Writes of payloads fail, as many as this.
+#[derive(Debug)]
+struct FirstWrites(AtomicU32);
+
+impl FaultHook for FirstWrites {
+    fn on_call(&self, call: &Call) -> Verdict {
+        let is_it = (call.kind, call.file) == (CallKind::Write, FileKind::Data);
+        let take = |left: u32| left.checked_sub(1);
+        match is_it
+            && self
+                .0
+                .fetch_update(Ordering::SeqCst, Ordering::SeqCst, take)
+                .is_ok()
+        {
+            true => Verdict::Fail(Errno::IO.raw_os_error()),
             false => Verdict::Pass,
         }
     }
@@ -253,8 +273,8 @@ fn a_block_whose_write_fails_during_a_clear_with_erase_counts_as_not_erased() {
     ] {
         let (_guard, store) = dir();
         let dirs = [store];
-        let faults = Failing::new(CallKind::Write, FileKind::Data, Errno::IO);
-        let mut rig = Open::new(&dirs).with(Io::Pool, faults);
+        // A write that is tried again succeeds: whether the order comes first is a matter of time.
+        let mut rig = Open::new(&dirs).with(Io::Pool, FirstWrites(AtomicU32::new(LEN)));
         rig.begin_writes(1, LEN);
         let cleared = order(&mut rig, what.clone(), erase);
         assert_eq!(cleared.erase_failures, expected, "{what:?} {erase}");

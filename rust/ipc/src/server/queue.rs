@@ -29,7 +29,7 @@ slotmap::new_key_type! {
 /// The processor time of the calling thread.
 pub(super) fn processor_time() -> Duration {
     let now = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::try_from(now).unwrap_or_default()
+    Duration::try_from(now).expect("a process has spent no negative time")
 }
 
 /// The time that was spent on a process.

@@ -56,7 +56,7 @@ pub(super) const CLOCK: &str =
     "set this machine's clock by NTP: the store refuses requests of another time";
 
 /// The client of a store.
-pub(super) struct Client {
+pub(super) struct StoreClient {
     pub(super) name: &'static str,
     pub(super) store: Arc<dyn ObjectStore>,
     /// Why others on the network may read what is sent.
@@ -64,7 +64,7 @@ pub(super) struct Client {
 }
 
 /// The client of a store. All settings but the bucket come from the environment, files, or the machine's role.
-pub(super) fn client(location: &Location) -> std::result::Result<Client, LocationError> {
+pub(super) fn client(location: &Location) -> std::result::Result<StoreClient, LocationError> {
     // This module has its own limits.
     let no_retry = RetryConfig {
         max_retries: 0,
@@ -97,7 +97,7 @@ pub(super) fn client(location: &Location) -> std::result::Result<Client, Locatio
                     allows_any_certificate: of(GoogleConfigKey::Client(allows_any)),
                 },
             )?;
-            Ok(Client {
+            Ok(StoreClient {
                 name: "gs",
                 store: Arc::new(builder.build().map_err(advice)?),
                 exposure,
@@ -117,7 +117,7 @@ pub(super) fn client(location: &Location) -> std::result::Result<Client, Locatio
                     allows_any_certificate: of(AzureConfigKey::Client(allows_any)),
                 },
             )?;
-            Ok(Client {
+            Ok(StoreClient {
                 name: "az",
                 store: Arc::new(builder.build().map_err(advice)?),
                 exposure,
@@ -141,7 +141,7 @@ pub(super) fn client(location: &Location) -> std::result::Result<Client, Locatio
                     allows_any_certificate: of(AmazonS3ConfigKey::Client(allows_any)),
                 },
             )?;
-            Ok(Client {
+            Ok(StoreClient {
                 name: "s3",
                 store: Arc::new(builder.build().map_err(advice)?),
                 exposure,

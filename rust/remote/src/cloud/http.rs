@@ -47,7 +47,7 @@ pub(super) const OF_AZURE: Lists = Lists {
 };
 /// Most elements of a list inside each other.
 const DEPTH_MAX: u32 = 64;
-/// Most bytes of the answer to a write or a removal.
+/// Most bytes of an answer that is no list: to a write, to a removal, of credentials.
 const ANSWER_MAX: u64 = 1 << 20;
 /// Bytes of an error's text that are read.
 const ERROR_MAX: usize = 64 << 10;
@@ -221,6 +221,8 @@ struct Elements {
     left: u32,
     depth: u32,
     last: u8,
+    /// The first byte of the text, after spaces and the mark of its encoding.
+    first: Option<u8>,
 }
 
 impl Elements {
@@ -229,11 +231,21 @@ impl Elements {
             left: lists.tags,
             depth: 0,
             last: 0,
+            first: None,
         }
+    }
+
+    /// Whether the answer is not in XML, as all lists are.
+    fn is_other(&self) -> bool {
+        self.first.is_some_and(|byte| byte != b'<')
     }
 
     /// Counts the bytes that follow. Returns false if there are too many elements, or too many inside each other.
     fn take(&mut self, bytes: &[u8]) -> bool {
+        if self.first.is_none() {
+            let is_mark = |byte: u8| byte.is_ascii_whitespace() || b"\xef\xbb\xbf".contains(&byte);
+            self.first = bytes.iter().copied().find(|&byte| !is_mark(byte));
+        }
         for &byte in bytes {
             match (self.last, byte) {
                 (b'<', b'/') | (b'/', b'>') => self.depth = self.depth.saturating_sub(1),
@@ -267,6 +279,9 @@ impl Body for BoundedBody {
             self.taken += bytes.len() as u64;
             let elements = self.elements.as_mut();
             let is_list = elements.is_none_or(|elements| elements.take(bytes));
+            if self.elements.as_ref().is_some_and(Elements::is_other) {
+                self.most = self.most.min(ANSWER_MAX);
+            }
             if self.taken > self.most {
                 return Poll::Ready(Some(Err(Refusal::TooLong(self.taken, self.most).into())));
             }
@@ -323,5 +338,22 @@ mod tests {
         ));
         assert!(takes(&"<a>".repeat(64)) && !takes(&"<a>".repeat(65)));
         assert!(takes("<?xml version='1.0'?><!-- a --><a><b></b></a>"));
+    }
+
+    #[test]
+    fn only_xml_may_be_as_long_as_a_list() {
+        let is_other = |text: &[u8]| {
+            let mut elements = Elements::of(OF_THOUSAND);
+            text.chunks(2).for_each(|piece| {
+                elements.take(piece);
+            });
+            elements.is_other()
+        };
+        for list in [&b"<a>"[..], b"\xef\xbb\xbf<?xml", b"\r\n\t <a>"] {
+            assert!(!is_other(list), "{list:?}");
+        }
+        for other in [&b"{\"a\": \"<\"}"[..], b"xxx", b" [1]"] {
+            assert!(is_other(other), "{other:?}");
+        }
     }
 }

@@ -114,9 +114,9 @@ impl Read for Stream {
 }
 
 /// A connection.
-pub(super) struct Connection(BufReader<Stream>);
+pub(super) struct RedisConnection(BufReader<Stream>);
 
-impl Connection {
+impl RedisConnection {
     /// Connects, logs in and selects the database.
     pub(super) fn open(address: &Address, access: &Access) -> RedisResult<Self> {
         let timed = Timed {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, RedisResult, ServerError, ServerErrorKind, Value};
 use undercroft_core::remote::RemoteError;
 
-use super::connection::{Access, Connection, LIST};
+use super::connection::{Access, LIST, RedisConnection};
 use super::slots::{Map, ranges, slot};
 use super::store_error;
 use crate::objects::{Result, StoreError};
@@ -51,7 +51,7 @@ struct Server {
     address: Address,
     access: Arc<Access>,
     /// Unused connections.
-    idle: Mutex<Vec<Connection>>,
+    idle: Mutex<Vec<RedisConnection>>,
 }
 
 #[derive(Default)]
@@ -311,7 +311,7 @@ impl Server {
                 result => return result,
             }
         }
-        let connection = Connection::open(&self.address, &self.access)?;
+        let connection = RedisConnection::open(&self.address, &self.access)?;
         self.exchange_on(connection, packed, (count, most))
     }
 
@@ -319,7 +319,7 @@ impl Server {
     /// answer ends the call.
     fn exchange_on(
         &self,
-        mut connection: Connection,
+        mut connection: RedisConnection,
         packed: &[u8],
         (count, most): (usize, u64),
     ) -> RedisResult<Vec<Value>> {
@@ -330,7 +330,7 @@ impl Server {
         Ok(answers)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Connection>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<RedisConnection>> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -28,7 +28,7 @@ pub(in crate::engine) struct Erasures {
     pub(in crate::engine) bytes: u64,
     /// By directory: bytes erased since the last sync began, and bytes whose sync is under way.
     unsynced: BTreeMap<DeviceIndex, (u64, u64)>,
-    /// Payloads whose bytes could not be erased.
+    /// Writes whose bytes could not be erased.
     pub(in crate::engine) failures: u64,
 }
 
