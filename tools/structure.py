@@ -3,6 +3,9 @@
 Run it as ``python tools/structure.py``; ``--root DIR`` counts another checkout, ``--json`` prints one JSON object, and
 ``--checks`` runs mypy and ``cargo doc`` as well, and counts their complaints.
 
+The file ``tools/structure.json`` holds the counts of `RATCHET`, which may only fall: a test fails when one has grown.
+``--ratchet`` writes the counts that have fallen into that file, and refuses while another one is above it.
+
 Rules of counting:
 
 - Production Rust is ``rust/*/src`` of every crate but ``sim``, ``bench`` and ``pyo3-bench``, without files and
@@ -11,7 +14,9 @@ Rules of counting:
 - ``binding lines``: all lines of production Rust in ``rust/python`` (or ``rust/pyo3``).
 - ``binding matches``: ``match`` and ``if let`` expressions there that name a variant for an engine in this process or
   for one in another (`VARIANTS`).
-- ``widest struct``: named fields of one struct in production Rust.
+- ``widest struct``: named fields of one struct in production Rust. ``widest struct of state`` leaves out lists of
+  options and of metrics (`LISTS`).
+- ``files of one type``: files of ``rust/*/src``, ``sim`` too, with an ``impl`` of the type itself.
 - ``longest function``: from the line of ``fn`` or ``def`` to its last line; Python counts ``python/undercroft``.
 - ``option places``: lines of code (no comment, no docstring) of ``python/undercroft`` and production Rust that hold the
   name of the option `OPTION` as an identifier or a whole string.
@@ -34,7 +39,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +48,25 @@ OPTION = "disk_write_rate"
 VARIANTS = "Embedded|Served|Own|Owned|Owner|Local|Shared|Remote|Client"
 FIELDS = 12
 LINES = 70
+LISTS = ("Config", "Counters", "Gauges")
+SPREAD = ("Residency", "Engine", "World", "Remote")
 NOT_PRODUCTION = {"sim", "bench", "pyo3-bench"}
 BINDINGS = {"python", "pyo3"}
+
+RATCHET = (
+    "widest struct of state",
+    f"structs over {FIELDS} fields",
+    "lines of the longest Rust function",
+    f"Rust functions over {LINES} lines",
+    "lines of the longest Python function",
+    f"Python functions over {LINES} lines",
+    "type names that exist twice",
+    "saturated conversions",
+    "import circles",
+    "public methods of Engine",
+    *(f"files of {name}" for name in SPREAD),
+)
+RATCHET_FILE = Path(__file__).with_suffix(".json")
 
 _STRING_OR_COMMENT = re.compile(
     r"""
@@ -334,6 +356,7 @@ def measure(root: Path) -> dict[str, Any]:
         "binding lines": sum(rust[path].count("\n") for path in binding),
         "binding matches on embedded or served": sum(mode_matches(code[path]) for path in binding),
         "fields of the widest struct": _worst(every_struct),
+        "widest struct of state": _worst([one for one in every_struct if not one[1].endswith(LISTS)]),
         f"structs over {FIELDS} fields": [f"{name} {fields}" for fields, name, _ in every_struct if fields > FIELDS],
         "lines of the longest Rust function": _worst(every_function),
         f"Rust functions over {LINES} lines": [f"{name} {lines}" for lines, name, _ in every_function if lines > LINES],
@@ -344,7 +367,47 @@ def measure(root: Path) -> dict[str, Any]:
         "saturated conversions": sum(saturated(one) for one in code.values()),
         "assertions": {"all": sum(asserts.values()), **asserts},
         "import circles": found,
+        "public methods of Engine": public_methods(code, "Engine"),
+        **{f"files of {name}": files for name, files in files_of(root, SPREAD).items()},
     }
+
+
+def inherent(name: str) -> str:
+    """A pattern for the head of a block with a type's own methods."""
+    return rf"(?m)^impl(?:<[^>]*>)? {name}(?:<[^>]*>)? \{{"
+
+
+def files_of(root: Path, names: Iterable[str]) -> dict[str, list[str]]:
+    """By type, the files that hold its methods, or those of another type of that name."""
+    sources = sorted(root.glob("rust/*/src/**/*.rs"))
+    texts = [(path.relative_to(root), rust_code(path.read_text(encoding="utf-8"))) for path in sources]
+    return {name: [str(path) for path, one in texts if re.search(inherent(name), one)] for name in names}
+
+
+def public_methods(code: Mapping[Path, str], name: str) -> int:
+    """Public methods of a type of the core."""
+    count = 0
+    for path, one in code.items():
+        for match in re.finditer(inherent(name), one) if path.parts[1] == "core" else ():
+            block = block_after(one, match.end() - 1)
+            count += len(re.findall(r"(?m)^    pub (?:const )?fn ", one[slice(*block)])) if block else 0
+    return count
+
+
+def size(value: Any) -> int:
+    """A number of `measure` as one count."""
+    if isinstance(value, list):
+        return len(value)
+    return int(value["count"]) if isinstance(value, dict) else int(value)
+
+
+def grown(numbers: Mapping[str, Any], limits: Mapping[str, int]) -> list[str]:
+    """A line for each count that is above its limit."""
+    return [
+        f"{name}: {text(numbers[name])}, but at most {limit}"
+        for name, limit in limits.items()
+        if size(numbers[name]) > limit
+    ]
 
 
 def _worst(found: list[tuple[int, str, Path]]) -> dict[str, Any]:
@@ -370,6 +433,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=HERE, metavar="DIR", help="checkout to count (this one)")
     parser.add_argument("--checks", action="store_true", help="run mypy and cargo doc too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--ratchet", action="store_true", help="write the counts that have fallen into structure.json")
     args = parser.parse_args()
     root = args.root.resolve()
     if not (root / "rust").is_dir():
@@ -378,7 +442,13 @@ def main() -> int:
     if args.checks:
         numbers["errors of mypy"] = mypy_errors(root)
         numbers["warnings of cargo doc"] = doc_warnings(root)
-    if args.json:
+    if args.ratchet:
+        old = json.loads(RATCHET_FILE.read_text(encoding="utf-8")) if RATCHET_FILE.exists() else {}
+        if above := grown(numbers, {name: limit for name, limit in old.items() if name in RATCHET}):
+            print("\n".join(["error: these counts have grown:", *above]), file=sys.stderr)
+            return 1
+        RATCHET_FILE.write_text(json.dumps({name: size(numbers[name]) for name in RATCHET}, indent=2) + "\n", "utf-8")
+    elif args.json:
         print(json.dumps(numbers, indent=2))
     else:
         width = max(map(len, numbers))
