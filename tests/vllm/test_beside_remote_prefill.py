@@ -69,7 +69,7 @@ def prefill(one: Engine, ids: list[int]) -> None:
 def test_what_another_connector_brings_counts_for_the_threshold_and_is_left_to_it(
     start: Start, reference: References, order: str
 ) -> None:
-    one = start(order, cache_hit_threshold=0.001)
+    one = start(order, cache_hit_threshold=0.001, client_fields="threshold")
     prefill(one, FIRST)
     assert ours_of(one).reset_cache()
     decoded = one.generate(FIRST, TOKENS, params=dict(REMOTE))

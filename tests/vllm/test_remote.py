@@ -128,12 +128,12 @@ def test_a_bad_store_costs_a_quarter_of_computing_at_most(
         writer.close()
         proxy = Proxy(port)
         remote = f"redis://127.0.0.1:{proxy.port}/0"
-        running = engine(llama, options(tmp_path, "second", remote=remote, promotion_wait="planned"))
+        running = engine(llama, options(tmp_path, "second", remote=remote, promotion_wait="complete"))
         absent = (prompt(tokens, seed=number) for number in range(100, 1000))
 
         def cost(ids: list[int]) -> float:
             began = time.thread_time()
-            running.generate(ids, 1)
+            running.generate(ids, 1, params={"promotion_wait": "planned"})
             took = time.thread_time() - began
             settled(running)
             return took
@@ -166,7 +166,7 @@ def test_a_bad_store_costs_a_quarter_of_computing_at_most(
         counted = {"killed": "remote_failures", "damaged": "remote_corrupt"}.get(fault)
         assert counted is None or core(running).stats()[counted] > 0
         # A prompt that is in the store is a hit again, with the tokens of a vLLM without any cache.
-        warm = running.generate(PROMPT, TOKENS, params={"promotion_wait": "complete"})
+        warm = running.generate(PROMPT, TOKENS)
         assert (warm.cached, warm.tokens) == (1024, reference(PROMPT))
         settled(running)
         running.close()

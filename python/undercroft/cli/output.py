@@ -22,7 +22,7 @@ def coloured(text: str, colour: str) -> str:
 
 
 def say(text: str = "", *, mark: str = "", file: TextIO | None = None, flush: bool = False) -> None:
-    """Print a line, on stdout unless there is a ``file``. Names in it that come from a client or a store are `printable`.
+    """Print a line, on stdout unless there is a ``file``. Names of a client or a store in it are `printable`.
 
     ``mark``: text of this program before the line, perhaps `coloured`.
     """

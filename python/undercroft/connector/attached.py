@@ -28,7 +28,7 @@ class AttachedArena:
             mapping.let_go()
             raise
         self._held: Arena | None = mapping
-        self._ended: dict[int, Arena] = {}
+        self.ended: dict[int, Arena] = {}
         """For each session that is over and may still have copies, the attachment that holds its slots."""
 
     @property
@@ -53,16 +53,16 @@ class AttachedArena:
     def end_session(self, session: int) -> None:
         """The session for which the arena is held is over. Its slots stay held until `let_go_of_ended`."""
         assert self._held is not None
-        self._ended[session], self._held = self._held, None
+        self.ended[session], self._held = self._held, None
 
     def is_over(self, session: int) -> bool:
         """Whether the session is over and its slots are still held."""
-        return session in self._ended
+        return session in self.ended
 
     def let_go_of_ended(self, running: Iterable[int]) -> None:
         """Tell the engine that the copies of ended sessions are over, except for the sessions in ``running``."""
-        for session in self._ended.keys() - set(running) if self._ended else ():
-            self._ended.pop(session).let_go()
+        for session in self.ended.keys() - set(running):
+            self.ended.pop(session).let_go()
 
     def let_go(self) -> None:
         """Tell the engine that the copies of all sessions are over. The engine reuses the slots of these copies."""

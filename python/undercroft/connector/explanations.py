@@ -87,7 +87,9 @@ class Explanations:
         return None if told is None else {request_params.EXPLAIN: told}
 
     def _is_wanted(self, request: Request) -> bool:
-        return self._log_requests != "off" or self._is_served or self._traces or self._asks(request)
+        return (
+            self._log_requests != "off" or self._is_served or self._traces or (self._may_tell and self._asks(request))
+        )
 
     def _asks(self, request: Request) -> bool:
         """Whether the response must have an explanation."""

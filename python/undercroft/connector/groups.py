@@ -85,11 +85,24 @@ class Groups:
     hash block, so every node of the index has all that a restart needs to find its chain again."""
     engine_groups: tuple[EngineGroup, ...] = field(init=False)
     """The engine groups of all KV cache groups."""
+    has_windows: bool = field(init=False)
+    """Whether some group frees blocks that have left its window or chunk."""
+    has_states: bool = field(init=False)
+    """Whether some group holds states."""
+    hits_whole_prompts: bool = field(init=False)
+    """Whether a hit may end where the prompt ends. vLLM then computes the last token again, for its logits.
+
+    This token needs the blocks before it, but a state or a window of the hit's end does not serve it: the state has
+    taken the token in already, and the window may begin behind the first token that the last one attends to."""
     tail_step: int = field(init=False)
     """A hit may end inside a block at multiples of this number of tokens. 0 if no hit may, or if vLLM offers no state
     there."""
 
     def __post_init__(self) -> None:
+        kinds = set(self.kinds)
+        object.__setattr__(self, "has_windows", not kinds.isdisjoint({"sliding_window", "chunked_local"}))
+        object.__setattr__(self, "has_states", "state" in kinds)
+        object.__setattr__(self, "hits_whole_prompts", kinds == {"full"})
         size = math.lcm(self.hash_block_size, *(tokens for tokens in self.block_tokens if tokens))
         groups = tuple(self._split(size))
         if len(groups) > ENGINE_GROUPS_MAX:
@@ -149,11 +162,6 @@ class Groups:
         return tuple(group for group, tokens in enumerate(self.block_tokens) if tokens)
 
     @property
-    def has_windows(self) -> bool:
-        """Whether some group frees blocks that have left its window or chunk."""
-        return any(kind in ("sliding_window", "chunked_local") for kind in self.kinds)
-
-    @property
     def window_blocks(self) -> int:
         """A load of at most this many blocks brings every block of each window. 0 if any load may leave out some."""
         if not set(self.kinds) <= {"full", "sliding_window", "ignored"}:
@@ -162,20 +170,6 @@ class Groups:
             return 0
         windows = (of_engine for of_engine in self.engine_groups if of_engine.kind == "sliding_window")
         return min((-(-(of_engine.window - 1) // of_engine.block_tokens) for of_engine in windows), default=0)
-
-    @property
-    def hits_whole_prompts(self) -> bool:
-        """Whether a hit may end where the prompt ends. vLLM then computes the last token again, for its logits.
-
-        This token needs the blocks before it, but a state or a window of the hit's end does not serve it: the state
-        has taken the token in already, and the window may begin behind the first token that the last one attends to.
-        """
-        return set(self.kinds) == {"full"}
-
-    @property
-    def has_states(self) -> bool:
-        """Whether some group holds states."""
-        return "state" in self.kinds
 
     def align(self, tokens: int) -> int:
         """``tokens`` rounded down to a boundary at which a hit may end."""

@@ -54,7 +54,9 @@ class Shareable:
 
     def states(self, request: Request, offered: Iterable[tuple[int, int, int]]) -> list[BoundaryState]:
         """The states that may be saved of those that vLLM offers, each as (group, device block, boundary)."""
-        most = self.tokens(request) if offered else 0
+        if not offered:
+            return []
+        most = self.tokens(request)
         return [state for state in (BoundaryState(*one) for one in offered) if state.boundary <= most]
 
     def _named_by_content(self, request: Request) -> bool:

@@ -37,13 +37,17 @@ class Tails:
 
     def limit(self, request: Request) -> int:
         """End of the deepest tail that a request can use, in tokens; 0 if the model has no tails."""
-        step = self._groups.tail_step
-        return min(request.num_tokens - 1, self._shareable.tokens(request)) // step * step if step else 0
+        if not (step := self._groups.tail_step):
+            return 0
+        tokens: int = min(request.num_tokens - 1, self._shareable.tokens(request))
+        return tokens // step * step
 
     def begin(self, state: RequestState, base: int) -> None:
         """Start the lookups of the tails in the block after ``base``, and their reads from disk. Idempotent."""
+        if not self._groups.tail_step:
+            return
         asked = base, self.limit(state.request)
-        if self._groups.tail_step and state.tails_asked != asked:
+        if state.tails_asked != asked:
             self.drop(state)
             state.tails_asked = asked
             self._submit(state, *asked)

@@ -432,7 +432,7 @@ class WorkerConnector:
                 self._outcomes.copied(ended.to_arena, ended.bytes, seconds)
                 self._outcomes.end(ended.job, ended.to_arena, ok=ok and not self._is_over(ended.job))
         if self._leaving is None:
-            if self._attached is not None:
+            if self._attached is not None and self._attached.ended:
                 self._attached.let_go_of_ended(one.job.session for one in self._running.values())
         elif not self._running:
             leaving, self._leaving = self._leaving, None
