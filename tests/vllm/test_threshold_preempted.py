@@ -19,7 +19,7 @@ SIZES = ["--num-gpu-blocks-override", "18", "--no-enable-prefix-caching"]
 @pytest.fixture(scope="module")
 def client(llama_with_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with start_server(llama_with_tokenizer, log, {}, *SIZES, stand_in=True) as client:
+    with start_server(llama_with_tokenizer, log, {}, *SIZES, connector=("StandIn", "threshold_standin")) as client:
         yield client
 
 

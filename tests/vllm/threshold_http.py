@@ -94,13 +94,13 @@ def wait_until_on_disk(directory: Path, blocks: int) -> None:
 
 @contextmanager
 def start_server(
-    model: Path, log: Path, options: dict[str, Any], *arguments: str, stand_in: bool = False
+    model: Path, log: Path, options: dict[str, Any], *arguments: str, connector: tuple[str, str] | None = None
 ) -> Iterator[Client]:
-    """A server with undercroft and these options of it, or with `threshold_standin` in its place."""
+    """A server with undercroft and these options of it, or with another ``connector``: its class and its module."""
     options = {**TRUSTING, **options}
     transfer = {"kv_connector": "UndercroftConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
-    if stand_in:
-        transfer |= {"kv_connector": "StandIn", "kv_connector_module_path": "threshold_standin"}
+    if connector is not None:
+        transfer |= dict(zip(("kv_connector", "kv_connector_module_path"), connector, strict=True))
     command = ["--model", str(model), "--served-model-name", "m", "--dtype", "float32", "--max-model-len", "2048"]
     command += ["--enforce-eager", "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
