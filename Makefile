@@ -127,6 +127,10 @@ test-remote: build | cargo  ## Remote stores, with vLLM too: a directory, Redis,
 	  cargo test -p undercroft-host --features remote-s3,remote-redis -- remote_tier; \
 	  $(BIN)/python -m pytest -q tests/vllm/test_remote_hosts.py'
 
+.PHONY: test-filesystems
+test-filesystems: | cargo  ## Rust tests of the disk tier on ext4, xfs, btrfs, tmpfs, overlayfs and a device that fills (root; some minutes)
+	@$(PYTHON) tools/filesystems.py
+
 .PHONY: test-vllm-033
 test-vllm-033: build  ## Engine tests on vLLM 0.33 (its Python files over the CPU build of 0.32; 340 MB once)
 	overlay="$$($(BIN)/python tools/overlay.py 0.33.0)"; \

@@ -8,8 +8,9 @@ use std::process::Command;
 use rustix::fs::FallocateFlags;
 use undercroft_core::disk::open::{self, Capacity, OnOtherVersion, StoreOptions};
 use undercroft_core::engine::ResizeOrder;
+use undercroft_core::io::fault_hook::Direct;
 
-use crate::rig::{Model, Open, Rig, SECOND};
+use crate::rig::{Io, Model, Open, Rig, SECOND, dir};
 
 const MIB: u64 = 1 << 20;
 const FILESYSTEM: u64 = 100 * MIB;
@@ -205,4 +206,29 @@ fn blocks_in_the_holes_of_a_sparse_copy_are_misses_and_no_later_start_finds_them
     let hits = hits.sum::<u64>();
     // Where a hole has got space, the record is found and the bytes are not.
     assert!(hits > blocks / 3 && hits <= found, "{hits} of {found}");
+}
+
+#[test]
+#[ignore = "needs a device with less space than it says: make test-filesystems"]
+fn a_device_that_runs_out_of_space_costs_blocks_and_no_byte() {
+    let (_dir, path) = dir();
+    let dirs = [path];
+    let prompts = 2 * CAPACITY / 60_000;
+    // Each hit compares every byte.
+    let hits = |rig: &mut Rig| -> u32 { (0..prompts).map(|at| rig.hit_of(&MODEL, at, 1)).sum() };
+    let mut rig = start(&dirs, CAPACITY);
+    fill_store(&mut rig);
+    let counters = *rig.engine.counters();
+    assert!(counters.write_failures > 0, "there was space for all");
+    assert!(counters.disk_writes > 100 && hits(&mut rig) > 0);
+    drop(rig);
+    let mut open = Open::new(&dirs);
+    open.capacity = CAPACITY;
+    match open.open(|arena, devices| Io::Pool.open(arena, devices, Direct)) {
+        Ok(mut rig) => {
+            hits(&mut rig);
+        }
+        // The filesystem itself may take no more writes.
+        Err(refused) => eprintln!("the start is refused: {refused}"),
+    }
 }
