@@ -291,41 +291,61 @@ fn namespaces_are_counted_while_they_have_nodes() {
     assert_eq!(engine.gauges().namespaces, 1);
 }
 
-#[test]
-fn for_a_directory_that_is_absent_no_namespace_makes_room() {
+/// An engine whose directories have tables of two entries.
+fn of_two_entries(images: Vec<DeviceImage>) -> Engine {
     let mut engine = Engine::new(EngineConfig {
         namespace_entries_max: 2,
         ..EngineConfig::new(HOST_BYTES as u64)
     });
-    engine.attach_disks(vec![Machine::new().image(), DeviceImage::absent()]);
+    engine.attach_disks(images);
+    engine
+}
+
+fn open(engine: &mut Engine, name: &str) -> SessionId {
+    let description = name.to_owned();
+    let spec = NamespaceSpec {
+        description,
+        ..spec()
+    };
+    engine.open_session(spec).unwrap()
+}
+
+#[test]
+fn for_a_directory_that_is_absent_no_namespace_makes_room() {
+    let mut engine = of_two_entries(vec![Machine::new().image(), DeviceImage::absent()]);
     for name in ["one", "two", "one"] {
-        let description = name.to_owned();
-        let spec = NamespaceSpec {
-            description,
-            ..spec()
-        };
-        let session = engine.open_session(spec).unwrap();
+        let session = open(&mut engine, name);
         engine.close_session(session);
     }
     assert_eq!(engine.shared_namespaces().count(), 2);
 }
 
 #[test]
+fn a_namespace_that_was_reset_and_is_in_use_keeps_its_place_in_a_full_table() {
+    let mut machine = Machine::new();
+    let mut engine = of_two_entries(vec![machine.image()]);
+    let [one, other, two] = ["one", "one", "two"].map(|name| open(&mut engine, name));
+    engine.close_session(two);
+    machine.run(&mut engine);
+    engine.reset(one);
+    // The reset has cleared an entry, and takes it again when that is durable.
+    let three = open(&mut engine, "three");
+    machine.run(&mut engine);
+    assert_eq!(engine.gauges().volatile_namespaces, 0);
+    let kept = engine.shared_namespaces().filter(|(_, kept)| *kept).count();
+    assert_eq!((engine.shared_namespaces().count(), kept), (2, 2));
+    // Its own session does not count against it.
+    engine.close_session(three);
+    engine.reset(other);
+    open(&mut engine, "one");
+    machine.run(&mut engine);
+    assert_eq!(engine.shared_namespaces().count(), 2, "nobody is forgotten");
+}
+
+#[test]
 fn an_empty_namespace_that_nobody_uses_loses_nothing_at_a_restart() {
     let mut machine = Machine::new();
-    let mut engine = Engine::new(EngineConfig {
-        namespace_entries_max: 2,
-        ..EngineConfig::new(HOST_BYTES as u64)
-    });
-    engine.attach_disks(vec![machine.image()]);
-    let open = |engine: &mut Engine, name: &str| {
-        let description = name.to_owned();
-        let spec = NamespaceSpec {
-            description,
-            ..spec()
-        };
-        engine.open_session(spec).unwrap()
-    };
+    let mut engine = of_two_entries(vec![machine.image()]);
     let [one, two] = ["one", "two"].map(|name| open(&mut engine, name));
     engine.close_session(two);
     engine.reset(one);

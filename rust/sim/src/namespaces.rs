@@ -53,9 +53,10 @@ impl World {
         let config = &self.settings.engine;
         let is_index_full =
             before.len() >= config.namespaces_max && !before.contains_key(&self.digest(opened));
-        // Tables of several directories may hold different namespaces.
-        let entries = before.values().filter(|&&kept| kept).count();
-        let may_be_full = entries >= config.namespace_entries_max || self.disks.devices.len() > 1;
+        // Namespaces that were reset get their entries back. Tables of several directories may hold different
+        // namespaces.
+        let may_be_full =
+            before.len() >= config.namespace_entries_max || self.disks.devices.len() > 1;
         for namespace in 0..self.models.len() {
             let (model, digest) = (&self.models[namespace], self.digest(namespace));
             if model.private || !before.contains_key(&digest) || after.contains_key(&digest) {

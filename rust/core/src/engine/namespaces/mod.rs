@@ -165,9 +165,7 @@ impl Namespaces {
             self.used(ns, residency, used_s);
             if lacks_entry(self.state(ns), residency) {
                 // The namespace is empty after a reset, or came when sessions used all the tables' namespaces.
-                self.make_room(self.shared_max, residency, |other| {
-                    other != ns && is_unused(other)
-                });
+                self.make_room(Some(ns), self.shared_max, residency, &is_unused);
                 self.enter_again(residency);
             }
             return Ok(ns);
@@ -175,7 +173,8 @@ impl Namespaces {
         // No other namespace is forgotten for a namespace that does not fit.
         residency.fit(spec.clone())?;
         fit_entry(&spec)?;
-        self.make_room(self.shared_max.saturating_sub(1), residency, &is_unused);
+        let shared_most = self.shared_max.saturating_sub(1);
+        self.make_room(None, shared_most, residency, &is_unused);
         self.check_count()?;
         let instance = self.new_instance();
         let ns = match self.vacant(residency, &is_unused) {

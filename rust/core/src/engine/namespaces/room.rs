@@ -10,18 +10,21 @@ use super::{NamespaceState, Namespaces, is_kept};
 use crate::engine::residency::Residency;
 
 impl Namespaces {
-    /// Forgets namespaces until there are at most `shared_most` and each table has room for an entry, or until all the
-    /// others are in use.
+    /// Forgets namespaces until there are at most `shared_most` and each table has room for the entry of a new
+    /// namespace, or of `opened`, or until all the others are in use.
     pub(super) fn make_room(
         &mut self,
+        opened: Option<NsId>,
         shared_most: usize,
         residency: &mut Residency,
         is_unused: impl Fn(NsId) -> bool,
     ) {
+        // Sessions are about to use it.
+        let is_unused = |ns| Some(ns) != opened && is_unused(ns);
         for device in residency.devices() {
-            self.forget_strangers(device, residency);
+            self.forget_strangers(opened, device, residency, is_unused);
         }
-        while let Some(ns) = self.next_to_go(shared_most, residency, &is_unused) {
+        while let Some(ns) = self.next_to_go(opened, shared_most, residency, is_unused) {
             self.vacate(ns, residency);
         }
     }
@@ -30,6 +33,7 @@ impl Namespaces {
     /// the least recently used one.
     fn next_to_go(
         &self,
+        opened: Option<NsId>,
         shared_most: usize,
         residency: &Residency,
         is_unused: impl Fn(NsId) -> bool,
@@ -38,7 +42,7 @@ impl Namespaces {
         let disks = residency.disks().iter();
         let full: Vec<&[u64]> = disks
             .map(|disk| disk.namespace_entries.as_slice())
-            .filter(|entries| self.is_full(entries))
+            .filter(|entries| self.is_full(opened, entries, residency, &is_unused))
             .collect();
         let makes_room = |state: &NamespaceState| {
             is_index_full || full.iter().any(|entries| entries.contains(&state.instance))
@@ -53,15 +57,41 @@ impl Namespaces {
         oldest.map(|(ns, _)| ns)
     }
 
-    fn is_full(&self, entries: &[u64]) -> bool {
-        entries.len() >= self.entries_max && !entries.contains(&0)
+    /// Whether a table has no entry for a new namespace, or for `opened`: its free entries are for other namespaces that
+    /// were reset and are in use, which get theirs when the clearing writes have ended.
+    fn is_full(
+        &self,
+        opened: Option<NsId>,
+        entries: &[u64],
+        residency: &Residency,
+        is_unused: impl Fn(NsId) -> bool,
+    ) -> bool {
+        let cleared = entries.iter().filter(|&&found| found == 0).count();
+        let free = cleared + self.entries_max.saturating_sub(entries.len());
+        // The usual case costs no look at the namespaces.
+        if free == 0 || self.clearing().next().is_none() {
+            return free == 0;
+        }
+        let waits = |&(ns, state): &(NsId, &NamespaceState)| {
+            let lacks_entry = state.volatile && !state.private && Some(ns) != opened;
+            lacks_entry
+                && !entries.contains(&state.instance)
+                && (!is_unused(ns) || residency.forest().has_nodes(ns))
+        };
+        (0..).zip(&self.table).filter(waits).count() >= free
     }
 
     /// Frees a full table's entries that lead nowhere: their namespace does not fit the arena, so its
     /// records were dropped.
-    fn forget_strangers(&mut self, device: DeviceIndex, residency: &mut Residency) {
-        let entries = &residency.disk_mut(device).namespace_entries;
-        if !self.is_full(entries) {
+    fn forget_strangers(
+        &mut self,
+        opened: Option<NsId>,
+        device: DeviceIndex,
+        residency: &mut Residency,
+        is_unused: impl Fn(NsId) -> bool,
+    ) {
+        let entries = &residency.disks()[device.index()].namespace_entries;
+        if !self.is_full(opened, entries, residency, is_unused) {
             return;
         }
         let strangers: Vec<usize> = (0..)
