@@ -75,6 +75,8 @@ pub(super) struct Peer {
     pub(super) is_queued: bool,
     /// Whether the peer's frame waits for memory.
     pub(super) lacks_room: bool,
+    /// Whether the peer reads no more. What it has sent before is carried out.
+    pub(super) is_deaf: bool,
 }
 
 impl Peer {
@@ -96,6 +98,7 @@ impl Peer {
             account,
             is_queued: false,
             lacks_room: false,
+            is_deaf: false,
         }
     }
 
@@ -104,8 +107,8 @@ impl Peer {
         self.outbox.len() - self.sent
     }
 
-    /// Sends a part of the pending bytes. `Err` if the peer is gone.
-    pub(super) fn send(&mut self) -> Result<(), End> {
+    /// Sends a part of the pending bytes. If the peer reads no more, drops them.
+    pub(super) fn send(&mut self) {
         self.translate();
         let end = self.outbox.len().min(self.sent + SEND_MAX);
         while self.sent < end {
@@ -113,7 +116,11 @@ impl Peer {
                 Ok(bytes) => self.sent += bytes,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(_) => return Err(End::Closed),
+                Err(_) => {
+                    self.is_deaf = true;
+                    self.sent = self.outbox.len();
+                    break;
+                }
             }
         }
         if self.sent == self.outbox.len() {
@@ -126,7 +133,6 @@ impl Peer {
             self.translated = self.translated.saturating_sub(self.sent);
             self.sent = 0;
         }
-        Ok(())
     }
 
     /// Translates the replies since the last call into the peer's version.
@@ -169,7 +175,9 @@ impl Peer {
         }
         let received = match descriptors::receive(&self.stream, scratch) {
             Ok(received) => received,
-            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Filled::All),
+            Err(error) if error.kind() == ErrorKind::WouldBlock && !self.is_deaf => {
+                return Ok(Filled::All);
+            }
             Err(error) if error.kind() == ErrorKind::ConnectionReset => return Err(self.reset()),
             Err(_) => return Err(End::Closed),
         };
@@ -293,5 +301,53 @@ impl Peer {
     /// Returns the inbox's share of the budget.
     pub(super) fn release(&mut self, budget: &mut Budget) {
         budget.give_back(std::mem::take(&mut self.charged));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use slotmap::SlotMap;
+
+    use super::*;
+
+    #[test]
+    fn what_a_peer_has_sent_before_its_end_is_read_although_no_answer_reaches_it() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let mut accounts = SlotMap::<AccountId, ()>::with_key();
+        let mut peer = Peer::new(ours, 1, accounts.insert(()));
+        theirs.write_all(b"the last words").unwrap();
+        drop(theirs);
+        peer.outbox.extend(b"an answer");
+        peer.send();
+        assert_eq!(peer.unread(), 0);
+        let mut budget = Budget::new(1 << 20, 1 << 20);
+        let mut scratch = vec![0; READ_BYTES];
+        let closer = Closer::start().unwrap();
+        let mut fill = || peer.fill(&mut budget, &mut scratch, &closer);
+        assert_eq!(fill(), Ok(Filled::All));
+        assert_eq!(peer.inbox, b"the last words");
+    }
+
+    #[test]
+    fn a_peer_that_reads_no_answers_and_says_nothing_is_ended() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        theirs.shutdown(std::net::Shutdown::Read).unwrap();
+        let mut accounts = SlotMap::<AccountId, ()>::with_key();
+        let mut peer = Peer::new(ours, 1, accounts.insert(()));
+        let mut budget = Budget::new(1 << 20, 1 << 20);
+        let mut scratch = vec![0; READ_BYTES];
+        let closer = Closer::start().unwrap();
+        assert_eq!(
+            peer.fill(&mut budget, &mut scratch, &closer),
+            Ok(Filled::All)
+        );
+        peer.outbox.extend(b"an answer");
+        peer.send();
+        assert_eq!(
+            peer.fill(&mut budget, &mut scratch, &closer),
+            Err(End::Closed)
+        );
     }
 }

@@ -73,6 +73,26 @@ fn a_client_that_vanishes_frees_its_lookups_at_once() {
 }
 
 #[test]
+fn the_last_messages_of_a_client_that_ends_at_once_are_carried_out() {
+    let (_dir, socket, rig) = rig();
+    for round in 1..=20u8 {
+        let (mut raw, _) = Raw::registered(&socket);
+        assert_eq!(raw.save(8, 80, &hashes(round, 3)), 3);
+        // The answers are more than a slice of the server's time, and nobody reads them.
+        let mut bytes = Vec::new();
+        for _ in 0..500 {
+            assert!(ClientMessage::Ping.append_to(&mut bytes));
+        }
+        assert!(end(80).append_to(&mut bytes));
+        raw.stream.write_all(&bytes).unwrap();
+        drop(raw);
+        until("freed", || rig.in_use() == [0; 4] && rig.sessions() == 0);
+        let saved = rig.driver.enter(|engine| engine.counters().saved_blocks);
+        assert_eq!(saved, Some(3 * u64::from(round)));
+    }
+}
+
+#[test]
 fn what_workers_may_still_copy_is_kept_until_all_of_them_are_gone() {
     let (_dir, socket, rig) = rig();
     let (mut raw, token) = Raw::registered(&socket);
