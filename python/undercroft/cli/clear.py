@@ -98,7 +98,10 @@ def _print(cleared: dict[str, Any], erase: bool, over: bool) -> None:
     if erase:
         say(f"erased on disk: {format_size(cleared['erased_bytes'])}")
     if failed := cleared["erase_failures"]:
-        say(f"bytes of {failed} writes could not be erased: the disk cannot, or fails. undercroft status shows which")
+        say(
+            f"bytes of {failed} writes were not erased: the disk cannot, or fails (undercroft status shows which), or the"
+            " blocks made room for others before"
+        )
     if over and cleared["pending"]:
         left = cleared["pending"]
         say(f"{left} hash blocks are in use, pinned, or on a disk that hangs, and are removed when that ends")

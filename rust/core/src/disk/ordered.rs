@@ -15,15 +15,23 @@ pub(super) struct OrderedBlocks {
     in_flight: BTreeSet<u32>,
     /// Blocks that were being written when the order came: the bytes written may be older than the order.
     again: BTreeSet<u32>,
-    /// Blocks that have been written since the last sync began.
+    /// Blocks that have been written since the last sync began, for an order or before it.
     written: BlockSet,
+    /// An order waits for a sync of the written blocks.
+    is_due: bool,
     /// Blocks whose sync is under way.
     syncing: Option<BlockSet>,
 }
 
 impl OrderedBlocks {
+    /// An order comes: these blocks are written, and synced with all that were written before.
+    pub(super) fn order(&mut self, blocks: &BlockSet, in_flight: &BTreeSet<u32>) {
+        self.add(blocks, in_flight);
+        self.is_due |= !self.written.is_empty();
+    }
+
     /// Adds blocks. Those in flight are written once more.
-    pub(super) fn add(&mut self, blocks: &BlockSet, in_flight: &BTreeSet<u32>) {
+    fn add(&mut self, blocks: &BlockSet, in_flight: &BTreeSet<u32>) {
         self.waiting.add(blocks);
         self.again.extend(in_flight);
         for &block in in_flight {
@@ -53,10 +61,13 @@ impl OrderedBlocks {
     /// The write of any block has ended, well or not.
     pub(super) fn ended(&mut self, block: u32, ok: bool) {
         let was_ordered = self.in_flight.remove(&block);
+        if ok {
+            self.written.insert(block);
+        }
         if self.again.remove(&block) || was_ordered && !ok {
             self.waiting.insert(block);
         } else if was_ordered {
-            self.written.insert(block);
+            self.is_due = true;
         }
     }
 
@@ -66,12 +77,13 @@ impl OrderedBlocks {
             && self.in_flight.is_empty()
             && self.again.is_empty()
             && self.syncing.is_none()
-            && !self.written.is_empty()
+            && self.is_due
     }
 
     /// A sync begins.
     pub(super) fn sync_begins(&mut self) {
         self.syncing = Some(std::mem::take(&mut self.written));
+        self.is_due = false;
     }
 
     /// The sync has ended. After a failure nobody knows which blocks are on the medium: all are written again.
@@ -87,7 +99,7 @@ impl OrderedBlocks {
         self.waiting.is_empty()
             && self.in_flight.is_empty()
             && self.again.is_empty()
-            && self.written.is_empty()
+            && !self.is_due
             && self.syncing.is_none()
     }
 }

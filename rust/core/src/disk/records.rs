@@ -85,7 +85,7 @@ impl Records {
             self.stale.insert(block);
         }
         let stale = std::mem::take(&mut self.stale);
-        self.ordered.add(&stale, &self.blocks_in_flight);
+        self.ordered.order(&stale, &self.blocks_in_flight);
     }
 
     /// The blocks that an order makes durable.
@@ -148,5 +148,47 @@ impl Records {
             self.dirty_blocks.insert(block);
         }
         self.ordered.ended(block, ok);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written(records: &mut Records, block: u32) {
+        records.mark_dirty(block * RECORDS_PER_BLOCK as u32);
+        assert_eq!(records.take_dirty_block(), Some(block));
+        records.block_written(block, Some(true));
+    }
+
+    #[test]
+    fn an_order_syncs_blocks_that_were_written_before_it() {
+        let mut records = Records::default();
+        records.order();
+        assert!(!records.ordered().needs_sync() && records.ordered().is_durable());
+        written(&mut records, 3);
+        records.order();
+        assert!(records.ordered().needs_sync() && !records.ordered().is_durable());
+        records.sync_begins();
+        // Nobody waits for a block that is written later.
+        written(&mut records, 4);
+        records.sync_ended(true);
+        assert!(!records.ordered().needs_sync() && records.ordered().is_durable());
+    }
+
+    #[test]
+    fn blocks_that_were_written_before_an_order_are_written_again_after_a_failed_sync() {
+        let mut records = Records::default();
+        written(&mut records, 3);
+        records.order();
+        records.sync_begins();
+        records.sync_ended(false);
+        assert!(!records.ordered().needs_sync() && !records.ordered().is_durable());
+        assert_eq!(records.take_dirty_block(), Some(3));
+        records.block_written(3, Some(true));
+        assert!(records.ordered().needs_sync());
+        records.sync_begins();
+        records.sync_ended(true);
+        assert!(records.ordered().is_durable());
     }
 }

@@ -61,8 +61,8 @@ pub struct Cleared {
     pub disk_bytes: u64,
     /// Bytes erased from the data files, durably.
     pub erased_bytes: u64,
-    /// Writes whose bytes could not be erased, or may be on a disk although the write failed. A write that is tried again
-    /// counts again, since it may have gone elsewhere.
+    /// Writes whose bytes were not erased: the erasure or the write itself failed, or the block left the disk before, to
+    /// make room or with its directory. A write that is tried again counts again, since it may have gone elsewhere.
     pub erase_failures: u64,
     /// Hash blocks that are left: not reached, in use, or being erased.
     pub pending: u64,
@@ -135,6 +135,7 @@ impl Engine {
         }
         let number = self.clearing.order + 1;
         self.residency.end_pass();
+        self.residency.erasures.until = None;
         let erasures = &self.residency.erasures;
         self.clearing = Clearing {
             order: number,
@@ -163,6 +164,7 @@ impl Engine {
             };
             let sweep = until.map(|until| Sweep::new(number, until, order.erase));
             self.clearing.sweep = sweep;
+            self.residency.erasures.until = until.filter(|_| order.erase);
         }
         Ok(self.cleared())
     }
@@ -286,6 +288,8 @@ impl Engine {
         } else if sweep.in_use > 0 {
             sweep.again();
             self.clearing.sweep = Some(sweep);
+        } else {
+            self.residency.erasures.until = None;
         }
         true
     }
@@ -307,12 +311,7 @@ impl Engine {
     /// A write of a payload ends. If the payload's bytes should be erased and the write has failed, the bytes may be on
     /// the medium, and nothing erases them.
     pub(super) fn note_unerased(&mut self, id: NodeId, ok: bool) {
-        let sweep = self.clearing.sweep.as_ref().filter(|sweep| sweep.erases);
-        let is_swept = || {
-            let last = self.residency.node(id).touch().last;
-            sweep.is_some_and(|sweep| last <= sweep.until)
-        };
-        if !ok && (self.residency.erases(id) || is_swept()) {
+        if !ok && self.residency.is_to_be_erased(id) {
             self.residency.erasures.failures += 1;
         }
     }

@@ -236,6 +236,34 @@ fn an_order_ends_with_one_sync_of_each_file_that_it_changed() {
 }
 
 #[test]
+fn an_order_syncs_the_records_that_were_written_before_it() {
+    for io in Io::all() {
+        let (_guard, store) = dir();
+        let dirs = [store];
+        let calls = Recorded::default();
+        let mut rig = Open::new(&dirs).with(io, calls.clone());
+        rig.save(1, LEN);
+        rig.pass(2 * HOUR * SECOND);
+        order(&mut rig, ClearWhat::OlderThan(3600), false);
+        rig.save(2, LEN);
+        rig.pass(2 * SECOND);
+        rig.pump();
+        let of_table = |kind| {
+            let calls = calls.0.lock().unwrap();
+            let is_it = |call: &&Call| (call.kind, call.file) == (kind, FileKind::Table);
+            calls.iter().filter(is_it).count()
+        };
+        let [writes, syncs] = [CallKind::Write, CallKind::Sync].map(of_table);
+        // It selects no block: the table is as it should be, but the medium may have an earlier one.
+        let cleared = order(&mut rig, ClearWhat::OlderThan(3600), false);
+        assert!(cleared.durable && !cleared.removing, "{cleared:?}");
+        assert_eq!(cleared.disk_blocks, 0);
+        assert_eq!(of_table(CallKind::Write), writes);
+        assert_eq!(of_table(CallKind::Sync), syncs + 1);
+    }
+}
+
+#[test]
 fn bytes_count_as_erased_only_when_their_erasure_has_succeeded_and_was_synced() {
     for (kind, failures) in [(CallKind::Erase, u64::from(LEN)), (CallKind::Sync, 0)] {
         let (_guard, store) = dir();
@@ -279,6 +307,31 @@ fn a_block_whose_write_fails_during_a_clear_with_erase_counts_as_not_erased() {
         let cleared = order(&mut rig, what.clone(), erase);
         assert_eq!(cleared.erase_failures, expected, "{what:?} {erase}");
     }
+}
+
+#[test]
+fn a_block_that_makes_room_before_a_clear_with_erase_reaches_it_counts_as_not_erased() {
+    let (_guard, store) = dir();
+    let dirs = [store];
+    let mut open = Open::new(&dirs);
+    // Writes are faster than the order.
+    open.config.removals = 1;
+    let mut rig = open.plain();
+    // More than the disk holds.
+    (0..6).for_each(|prompt| rig.save(prompt, 280));
+    rig.pass(2 * HOUR * SECOND);
+    let (before, evicted) = (
+        rig.engine.gauges().disk_blocks,
+        rig.engine.counters().disk_evictions,
+    );
+    let what = ClearWhat::OlderThan(3600);
+    rig.engine.clear(&ClearOrder { what, erase: true }).unwrap();
+    rig.save(9, 280);
+    let cleared = rig.engine.cleared();
+    assert!(cleared.durable && !cleared.removing, "{cleared:?}");
+    assert!(rig.engine.counters().disk_evictions > evicted);
+    let erased = cleared.erased_bytes / u64::from(MODEL.payload_bytes);
+    assert_eq!(erased + cleared.erase_failures, before, "{cleared:?}");
 }
 
 #[test]

@@ -28,8 +28,10 @@ pub(in crate::engine) struct Erasures {
     pub(in crate::engine) bytes: u64,
     /// By directory: bytes erased since the last sync began, and bytes whose sync is under way.
     unsynced: BTreeMap<DeviceIndex, (u64, u64)>,
-    /// Writes whose bytes could not be erased.
+    /// Writes whose bytes were not erased.
     pub(in crate::engine) failures: u64,
+    /// The bytes of nodes whose last use was at this tick or before are erased, by an order whose pass is not over.
+    pub(in crate::engine) until: Option<u64>,
 }
 
 impl Erasures {
@@ -117,6 +119,12 @@ impl Residency {
         leaving.is_some_and(|of| of.erases)
     }
 
+    /// Whether an order wants the bytes of a node erased, in this pass or when the node is freed.
+    pub(in crate::engine) fn is_to_be_erased(&self, id: NodeId) -> bool {
+        let last = self.node(id).touch().last;
+        self.erases(id) || self.erasures.until.is_some_and(|until| last <= until)
+    }
+
     /// Queues the payloads of a node without uses for erasure. Returns whether there are any.
     pub(super) fn queue_erasures(&mut self, id: NodeId) -> bool {
         let mut queued = false;
@@ -160,7 +168,7 @@ impl Residency {
             }
             Err(_) => self.erasures.failures += 1,
         }
-        self.free_disk(id, group, Loss::Dropped);
+        self.free_disk(id, group, Loss::Erased);
         self.unpin(id);
     }
 

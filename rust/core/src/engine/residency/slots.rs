@@ -12,6 +12,8 @@ use super::state::Residency;
 pub(in crate::engine) enum Loss {
     /// To make room: the policy remembers the payload's worth.
     Evicted,
+    /// Its bytes have been erased.
+    Erased,
     /// For any other reason.
     Dropped,
 }
@@ -264,6 +266,7 @@ impl Residency {
     pub(super) fn free_disk(&mut self, id: NodeId, group: u8, loss: Loss) {
         let device = self.node(id).device;
         let class = self.class(id, Region::Disk(device), group);
+        let is_unerased = loss != Loss::Erased && self.is_to_be_erased(id);
         self.withdraw(id);
         let mut node = self.forest.node_mut(id);
         let (was_readable, offset) = node.change_payload(group, |payload| {
@@ -278,6 +281,7 @@ impl Residency {
         self.disk_mut(device).free(class, offset);
         if was_readable {
             self.note_event(id, group, Tier::Disk, false);
+            self.erasures.failures += u64::from(is_unerased);
         }
         self.slot_freed(id, Tier::Disk, loss);
     }
@@ -316,7 +320,7 @@ impl Residency {
             let policy = &mut self.policies(region).leaves;
             match loss {
                 Loss::Evicted => policy.on_evict(fingerprint, touch.last, touch.hit_class),
-                Loss::Dropped => policy.on_drop(touch.last, touch.hit_class),
+                Loss::Erased | Loss::Dropped => policy.on_drop(touch.last, touch.hit_class),
             }
         }
         if !self.forest.is_active(id, tier) {
