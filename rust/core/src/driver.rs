@@ -31,8 +31,12 @@ const REST_PAUSE: Duration = Duration::from_micros(100);
 /// How often the IO thread looks at devices that have operations and do not answer.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// How often a wait checks its time limits, since their end causes no event.
-const TICK: Duration = Duration::from_millis(5);
+/// How often a wait checks its time limits, since their end causes no event. In the tests of this file, a wait ends by
+/// events only.
+const TICK: Duration = match cfg!(test) {
+    true => Duration::from_secs(3600),
+    false => Duration::from_millis(5),
+};
 
 /// How often the IO thread writes the ages of payloads that were used.
 const TOUCHED: Duration = Duration::from_secs(1);
@@ -467,5 +471,67 @@ impl Remote {
                 store.submit(request);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arena::Arena;
+    use crate::engine::EngineConfig;
+    use crate::io::pool::ThreadPool;
+    use crate::key::BlockHash;
+    use crate::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+    use crate::session::{SaveRequest, Tokens};
+
+    const WAITERS: usize = 4;
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn the_end_of_an_operation_wakes_all_who_wait() {
+        let config = EngineConfig {
+            verify_host: true,
+            ..EngineConfig::new(1 << 20)
+        };
+        let arena = Arc::new(Arena::create(config.host_bytes).expect("there is memory"));
+        let io = ThreadPool::new(4, arena, Vec::new()).expect("there are threads");
+        let mut engine = Engine::new(config);
+        let spec = NamespaceSpec {
+            description: "weights".to_owned(),
+            hash_block_size: 16,
+            alignment_tokens: 16,
+            groups: vec![GroupSpec {
+                kind: GroupKind::Full,
+                block_tokens: 16,
+                payload_bytes: 4096,
+            }],
+        };
+        let session = engine.open_session(spec).expect("a payload fits");
+        let driver = Driver::start(engine, Box::new(io)).expect("there are threads");
+        let waiting = AtomicUsize::new(0);
+        let woken = std::thread::scope(|scope| {
+            let wait = || {
+                let mut calls = 0;
+                driver.wait_until(PATIENCE, |_| {
+                    calls += 1;
+                    waiting.fetch_add(usize::from(calls == 1), Ordering::SeqCst);
+                    calls > 1
+                })
+            };
+            let waiters: Vec<_> = (0..WAITERS).map(|_| scope.spawn(wait)).collect();
+            while waiting.load(Ordering::SeqCst) < WAITERS {
+                std::thread::yield_now();
+            }
+            // The IO thread sums the payload. This is the only operation.
+            driver.enter(|engine| {
+                let hashes = vec![BlockHash::new(&[7; 32]).expect("32 bytes")];
+                let save = SaveRequest::new("a", &hashes, Tokens(16));
+                let transfer = engine.begin_save(session, &save).transfer;
+                engine.end_transfer(transfer.expect("there is room").id, true);
+            });
+            let ends = waiters.into_iter().map(|waiter| waiter.join());
+            ends.filter(|end| matches!(end, Ok(true))).count()
+        });
+        assert_eq!(woken, WAITERS);
     }
 }

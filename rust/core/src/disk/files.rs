@@ -70,6 +70,7 @@ pub(super) fn check_owner(path: &Path) -> Result<(), StoreError> {
 /// Whether a directory is empty or holds a store. Refuses a directory that holds other files. A store of the other kind,
 /// encrypted or not, counts as a store of another version.
 pub(super) fn find(path: &Path, encrypted: bool) -> Result<Found, StoreError> {
+    note("look", "");
     let mut names = Vec::new();
     for entry in fs::read_dir(path).map_err(failed(path, "list it"))? {
         let entry = entry.map_err(failed(path, "list it"))?;
@@ -209,6 +210,7 @@ pub(super) fn take_lock(path: &Path) -> Result<Unshared<File>, StoreError> {
     rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockExclusive)
         .map_err(|errno| not_locked(path, errno, &mut lock))?;
     write_owner(&lock, None).map_err(failed(path, "write the lock file"))?;
+    note("lock", LOCK);
     Ok(lock)
 }
 
@@ -287,7 +289,7 @@ pub(super) fn put_in_place(
     sync_directory(path)
 }
 
-/// Lets a test see the order of the calls that make a start safe against a loss of power.
+/// Lets a test see the order of the calls that make a start safe against a loss of power and other starts.
 fn note(_call: &'static str, _name: &'static str) {
     #[cfg(test)]
     tests::CALLS.with_borrow_mut(|calls| calls.push((_call, _name)));
@@ -425,6 +427,23 @@ pub(super) mod tests {
         create(dir.path(), &SUPERBLOCK).unwrap();
         let expected = [("sync", SUPER_NEW), ("rename", SUPER), ("sync", "")];
         assert_eq!(CALLS.take(), expected);
+    }
+
+    #[test]
+    fn a_start_looks_at_the_store_again_when_it_has_the_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("store");
+        // Another process may have made a store between a start's first look and its lock.
+        for _ in 0..2 {
+            CALLS.take();
+            drop(crate::disk::open::open(&path, 64 << 20, 1).unwrap());
+            let calls = CALLS.take();
+            let last = |call| calls.iter().rposition(|&(of, _)| of == call);
+            assert!(
+                last("lock").is_some() && last("look") > last("lock"),
+                "{calls:?}"
+            );
+        }
     }
 
     #[test]

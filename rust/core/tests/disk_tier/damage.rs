@@ -4,7 +4,8 @@ use std::fs::File;
 use std::path::Path;
 
 use undercroft_core::disk::format::{
-    BLOCK_BYTES, NamespaceEntry, NamespaceUse, RECORD_BYTES, Record, namespace_offset, use_offset,
+    BLOCK_BYTES, NAMESPACE_BYTES, NamespaceEntry, NamespaceUse, RECORD_BYTES, Record,
+    namespace_offset, use_offset,
 };
 use undercroft_core::disk::open;
 use undercroft_core::forest::TICK_MAX;
@@ -275,4 +276,21 @@ fn a_namespace_that_was_used_at_the_last_tick() {
         let put = |bytes: &mut [u8]| bytes.copy_from_slice(&last_use.encode());
         patch(&store.join("super"), use_offset(0), put, BLOCK_BYTES);
     });
+}
+
+#[test]
+fn an_engine_with_the_seed_of_before_does_not_take_records_of_a_life_whose_entry_is_lost() {
+    let (_guard, store) = dir();
+    let dirs = [store];
+    Open::new(&dirs).plain().save(1, 5);
+    assert_eq!(Open::new(&dirs).plain().recovery.blocks, 5);
+    // Only the records name the life. The seed draws the same name first.
+    let wipe = |bytes: &mut [u8]| bytes.fill(0);
+    let super_file = dirs[0].join("super");
+    patch(&super_file, namespace_offset(0), wipe, NAMESPACE_BYTES);
+    let mut rig = Open::new(&dirs).plain();
+    assert_eq!(rig.recovery.blocks, 0);
+    rig.pump();
+    drop(rig);
+    assert_eq!(Open::new(&dirs).plain().recovery.blocks, 0);
 }
