@@ -1,7 +1,6 @@
 //! Clients: they use the engine like a scheduler, in any order that a scheduler may use.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use undercroft_core::embedded::EmbeddedSession;
 use undercroft_core::engine::SessionId;
@@ -47,17 +46,7 @@ impl World {
             saves: Vec::new(),
             router: RouterIndex::default(),
         });
-        if self.models[namespace].must_reset {
-            self.models[namespace].must_reset = false;
-            if self.random.chance(500) {
-                let model = &mut self.models[namespace];
-                model.epoch = model.entered;
-                self.note(|| format!("the weights of before in namespace {namespace}"));
-            } else {
-                self.reset(self.sessions.len() - 1);
-            }
-        }
-        Ok(())
+        self.settle(self.sessions.len() - 1)
     }
 
     /// A client does something.
@@ -84,14 +73,8 @@ impl World {
             0..=3 => self.close_session(session),
             // A session that was reset gets nothing from the remote store.
             4..=8 if self.settings.fetches_gaps => self.request_step(session),
-            4..=7 => {
-                self.reset(session);
-                Ok(())
-            }
-            8 => {
-                self.make_private(session);
-                Ok(())
-            }
+            4..=7 => self.reset(session),
+            8 => self.change_weights(session),
             9..=29 => self.repeat_acknowledgement(),
             30..=399 => self.transfer_step(session),
             _ => self.request_step(session),
@@ -456,52 +439,6 @@ impl World {
         self.note(|| format!("finish {}", request.name));
     }
 
-    pub(crate) fn reset(&mut self, session: usize) {
-        let namespace = self.sessions[session].namespace;
-        self.sessions[session].session.reset(Duration::ZERO);
-        for request in &mut self.sessions[session].requests {
-            (request.ready, request.promise) = (None, None);
-            request.looked.clear();
-        }
-        if self.remote.is_some() && !self.models[namespace].private {
-            // Sessions without a reset keep the weights of the description, and the store has earlier blocks of these
-            // weights. The session that was reset gets a namespace of its own below, with weights of its own.
-            self.forget(namespace);
-            self.history.saved.retain(|&(of, _, _)| of != namespace);
-            self.pins.forget(namespace);
-        } else {
-            self.models[namespace].advance();
-        }
-        self.log.stats.resets += 1;
-        self.note(|| format!("reset namespace {namespace}"));
-        if !self.models[namespace].private {
-            self.history.undurable.push(namespace);
-            let away = self.out_of_reach();
-            self.history.stale.extend(away);
-            self.part(session);
-        }
-    }
-
-    /// A session parts with its namespace, which was reset at another engine.
-    fn make_private(&mut self, session: usize) {
-        let SimClient { id, namespace, .. } = self.sessions[session];
-        self.engine.with(|engine| engine.make_private(id));
-        if !self.models[namespace].private {
-            self.sessions[session].requests.clear();
-            self.part(session);
-        }
-    }
-
-    /// A session has its own namespace from now on.
-    fn part(&mut self, session: usize) {
-        let namespace = self.sessions[session].namespace;
-        self.history.names += 1;
-        let private = self.models[namespace].private(self.history.names);
-        self.models.push(private);
-        self.sessions[session].namespace = self.models.len() - 1;
-        self.note(|| format!("a session parts with namespace {namespace}"));
-    }
-
     pub(crate) fn close_session(&mut self, session: usize) -> Result<(), String> {
         if self.settings.roomy && !self.sessions[session].saves.is_empty() {
             return Ok(());
@@ -514,6 +451,7 @@ impl World {
             self.let_go_of_save(save);
         }
         session.session.close();
+        self.history.ends.count_closed(&session);
         self.note_use(session.namespace);
         if self.models[session.namespace].private {
             self.models[session.namespace].stored.clear();

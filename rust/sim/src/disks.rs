@@ -70,6 +70,9 @@ pub(crate) struct Disks {
     /// Encrypted payloads that somebody has moved to another store: device, offset, bytes.
     pub(crate) moved: HashMap<(usize, u64), Vec<Token>>,
     pub(crate) faults: DeviceFaults,
+    /// Whether a device has reported a write of its table, or an erasure, that it has not carried out in this life. No
+    /// order can be durable there.
+    pub(crate) lied: bool,
     /// The key of encrypted stores.
     pub(crate) key: u64,
     flights: Vec<Flight>,
@@ -88,6 +91,7 @@ impl Disks {
             moved: HashMap::new(),
             devices,
             faults: DeviceFaults::default(),
+            lied: false,
             key: 0,
             flights: Vec::new(),
             depth,
@@ -369,6 +373,9 @@ impl Disks {
             Persisted::Whole
         };
         device.write(write, extent, random);
+        let of_order = file == FileKind::Table || matches!(request, IoRequest::Erase { .. });
+        self.lied |= of_order && extent != Persisted::Whole;
+        let device = self.device_mut(number);
         if sync {
             device.sync(target(request).1, random);
         }

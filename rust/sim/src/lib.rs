@@ -24,6 +24,8 @@
 //! - a life with a wrong wall clock makes no payload older;
 //! - memory and space that are freed to the system hold no payload, and a tier has the size that an operator set once
 //!   nothing is in use any more;
+//! - a session whose weights change finds only blocks of its weights from then on; copies under way end where they began;
+//! - a load or a save that is given up is counted by its reason and is no failure: its request is looked up again;
 //! - an engine that drains begins no save and no promotion, and completes the drain;
 //! - the objects of a remote store outlive their engine, and may be late, lost, changed or exchanged: they are used
 //!   only if they are the requested objects; no operation of the store lasts longer than the engine;
@@ -38,6 +40,7 @@ mod client;
 mod content;
 mod device;
 mod disks;
+mod ends;
 mod events;
 mod explain;
 mod hints;
@@ -54,6 +57,7 @@ mod settings;
 mod shared;
 mod surroundings;
 mod transfers;
+mod weights;
 mod world;
 
 /// Counts of a run, so that a test can tell that it tested something.
@@ -99,6 +103,12 @@ pub struct Stats {
     pub complete_stops: u64,
     /// Resets.
     pub resets: u64,
+    /// Sessions that went on in the namespace of other weights.
+    pub renamed: u64,
+    /// Loads that were given up.
+    pub given_up_loads: u64,
+    /// Saves that were given up.
+    pub given_up_saves: u64,
     /// Namespaces that made room for others.
     pub forgotten: u64,
     /// Checksum mismatches that the device's faults caused.
@@ -188,6 +198,9 @@ impl Stats {
         self.recovered += other.recovered;
         self.complete_stops += other.complete_stops;
         self.resets += other.resets;
+        self.renamed += other.renamed;
+        self.given_up_loads += other.given_up_loads;
+        self.given_up_saves += other.given_up_saves;
         self.forgotten += other.forgotten;
         self.corruptions += other.corruptions;
         self.hangs += other.hangs;

@@ -140,6 +140,14 @@ impl Model {
         self.spec.groups.insert(at, of);
     }
 
+    /// The namespace of the same model with other weights, which have a name.
+    pub(crate) fn renamed(&self) -> Self {
+        let mut renamed = self.private(0);
+        renamed.spec.description += ", other weights";
+        renamed.private = false;
+        renamed
+    }
+
     /// The namespace of a session that parts with this one. `epoch`: no other's.
     pub(crate) fn private(&self, epoch: u64) -> Self {
         Self {

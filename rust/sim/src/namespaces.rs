@@ -35,16 +35,18 @@ impl World {
         namespace: usize,
         error: &RegisterError,
     ) -> Result<(), String> {
+        if matches!(error, RegisterError::TooMany { .. }) && self.may_be_refused(namespace) {
+            return Ok(());
+        }
+        Err(format!("a session of {namespace} is refused: {error}"))
+    }
+
+    /// Whether sessions use all namespaces that the engine has room for, and not this one.
+    pub(crate) fn may_be_refused(&self, namespace: usize) -> bool {
         let used = (0..self.models.len())
             .filter(|&other| !self.models[other].private && self.is_in_use(other))
             .count();
-        let is_full = matches!(error, RegisterError::TooMany { .. })
-            && used >= self.settings.engine.namespaces_max
-            && !self.is_in_use(namespace);
-        if is_full {
-            return Ok(());
-        }
-        Err(format!("{used} namespaces are in use: {error}"))
+        used >= self.settings.engine.namespaces_max && !self.is_in_use(namespace)
     }
 
     /// A session of `opened` was opened: any namespace that the engine has forgotten for it must have been in the way.

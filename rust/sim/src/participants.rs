@@ -70,6 +70,8 @@ pub(crate) struct ClientLoad {
     pub(crate) request: String,
     pub(crate) blocks: Vec<ClientBlock>,
     pub(crate) copied: usize,
+    /// Whether the engine has forgotten its request since.
+    pub(crate) outlived: bool,
 }
 
 /// A save in progress.

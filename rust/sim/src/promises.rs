@@ -114,7 +114,9 @@ impl World {
             return Ok(());
         };
         let cleared = self.engine.uncounted(|engine| engine.cleared());
-        let is_void = cleared.order != promise.order || promise.by_age && cleared.pending > 0;
+        let is_void = cleared.order != promise.order
+            || promise.by_age && cleared.pending > 0
+            || self.disks.lied;
         if !is_void && (!cleared.durable || cleared.removing || cleared.pending > 0) {
             return Ok(());
         }

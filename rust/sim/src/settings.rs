@@ -211,6 +211,14 @@ impl Settings {
                 model.add_ignored_group(&mut further);
             }
         }
+        if !settings.fetches_gaps && further.chance(400) {
+            for at in 0..models.len() {
+                if further.chance(600) {
+                    let renamed = models[at].renamed();
+                    models.push(renamed);
+                }
+            }
+        }
         settings.tenants = !roomy && further.chance(150);
         settings.freezes = !roomy && further.chance(150);
         settings.wrong_clocks = further.chance(150);

@@ -3,11 +3,12 @@
 use undercroft_core::engine::{SaveLimit, SaveProgress};
 use undercroft_core::namespace::GroupKind;
 use undercroft_core::session::{
-    Extent, Load, Offer, Save as SaveAnswer, SaveRequest, SessionToken, Sources, Tokens, TransferId,
+    Extent, GiveUp, Load, Offer, Save as SaveAnswer, SaveRequest, SessionToken, Sources, Tokens,
+    TransferEnd, TransferId,
 };
 
 use crate::arena::Hand;
-use crate::content::{SECTOR, SavedPayload, hash_of};
+use crate::content::{SECTOR, SavedPayload};
 use crate::model::{HASH_BLOCK, needs};
 use crate::participants::{ClientBlock, ClientHit, ClientLoad, ClientSave};
 use crate::world::World;
@@ -65,6 +66,7 @@ impl World {
             request: name,
             blocks,
             copied: 0,
+            outlived: false,
         });
         Ok(())
     }
@@ -138,10 +140,12 @@ impl World {
         let offers = self.offers(session, tokens);
         let namespace = self.sessions[session].namespace;
         let losses = self.models[namespace].losses;
+        // A change of the weights between two steps does not change the blocks on the device.
+        let weights = (namespace, self.epoch(session));
         let blocks = if self.random.chance(500) {
-            self.save_by_steps(session, request, tokens, &offers)?
+            self.save_by_steps(session, request, (tokens, &offers), weights)?
         } else {
-            self.save_at_once(session, request, tokens, &offers)?
+            self.save_at_once(session, request, (tokens, &offers), weights)?
         };
         let count = blocks.as_ref().map(|(_, blocks)| blocks.len());
         let name = self.sessions[session].requests[request].name.clone();
@@ -168,8 +172,8 @@ impl World {
         &mut self,
         session: usize,
         request: usize,
-        tokens: u32,
-        offers: &[Offer],
+        (tokens, offers): (u32, &[Offer]),
+        weights: (usize, u64),
     ) -> Result<Option<(TransferId, Vec<ClientBlock>)>, String> {
         let state = &self.sessions[session];
         let of = &state.requests[request];
@@ -181,7 +185,7 @@ impl World {
         if grant.extents.is_empty() {
             return Ok(None);
         }
-        let blocks = self.take_slots(session, request, &grant.extents)?;
+        let blocks = self.take_slots(session, request, &grant.extents, weights)?;
         Ok(Some((grant.id, blocks)))
     }
 
@@ -190,8 +194,8 @@ impl World {
         &mut self,
         session: usize,
         request: usize,
-        tokens: u32,
-        offers: &[Offer],
+        (tokens, offers): (u32, &[Offer]),
+        weights: (usize, u64),
     ) -> Result<Option<(TransferId, Vec<ClientBlock>)>, String> {
         let state = &self.sessions[session];
         let of = &state.requests[request];
@@ -215,7 +219,7 @@ impl World {
                 SaveProgress::More(extents) => (extents, false),
                 SaveProgress::Ended { extents, .. } => (extents, true),
             };
-            all.extend(self.take_slots(session, request, &extents)?);
+            all.extend(self.take_slots(session, request, &extents, weights)?);
             if ended {
                 return Ok((!all.is_empty()).then_some((transfer, all)));
             }
@@ -228,17 +232,15 @@ impl World {
         }
     }
 
-    /// Something that happens between two steps of a session's save.
+    /// Something that happens between two steps of a session's save. The session itself may be reset, too.
     fn others_step(&mut self) -> Result<(), String> {
         let other = self.random.index(self.sessions.len());
         let is_free = !self.saving.contains(&other);
         match self.random.below(10) {
             0..=2 => self.start_io(),
             3..=5 => self.end_io(),
-            6 if is_free && self.random.chance(200) => {
-                self.reset(other);
-                Ok(())
-            }
+            6 if self.random.chance(200) && !self.settings.fetches_gaps => self.reset(other),
+            6 if self.random.chance(200) => self.change_weights(other),
             7 if is_free => self.transfer_step(other),
             8.. if is_free => self.request_step(other),
             _ => Ok(()),
@@ -251,8 +253,9 @@ impl World {
         session: usize,
         request: usize,
         extents: &[Extent],
+        weights: (usize, u64),
     ) -> Result<Vec<ClientBlock>, String> {
-        let blocks = self.blocks(session, request, extents, self.epoch(session))?;
+        let blocks = self.blocks_of(session, request, extents, weights)?;
         for block in &blocks {
             let bytes = self.payload_bytes(&block.payload);
             self.arena
@@ -275,7 +278,7 @@ impl World {
     ) -> Result<(), String> {
         let state = &self.sessions[session];
         let name = &state.requests[request].name;
-        let model = &self.models[state.namespace];
+        let model = &self.models[block.payload.namespace];
         let there = |group: u8, block: u32| {
             let mut of_group = offers.iter().filter(|offer| offer.group == group);
             of_group.any(|offer| (offer.first_block..offer.end_block).contains(&block))
@@ -352,7 +355,7 @@ impl World {
         self.models[self.sessions[session].namespace].epoch
     }
 
-    /// The blocks of extents, with the weights of `epoch`.
+    /// The blocks of extents in a session's namespace, with the weights of `epoch`.
     pub(crate) fn blocks(
         &self,
         session: usize,
@@ -360,8 +363,19 @@ impl World {
         extents: &[Extent],
         epoch: u64,
     ) -> Result<Vec<ClientBlock>, String> {
-        let session = &self.sessions[session];
-        let (namespace, request) = (session.namespace, &session.requests[request]);
+        let namespace = self.sessions[session].namespace;
+        self.blocks_of(session, request, extents, (namespace, epoch))
+    }
+
+    /// The blocks of extents in any namespace.
+    fn blocks_of(
+        &self,
+        session: usize,
+        request: usize,
+        extents: &[Extent],
+        (namespace, epoch): (usize, u64),
+    ) -> Result<Vec<ClientBlock>, String> {
+        let request = &self.sessions[session].requests[request];
         let model = &self.models[namespace];
         let mut blocks = Vec::new();
         for extent in extents {
@@ -411,23 +425,15 @@ impl World {
     fn load_step(&mut self, session: usize, at: usize) -> Result<(), String> {
         let left =
             self.sessions[session].loads[at].blocks.len() - self.sessions[session].loads[at].copied;
-        let fails = self.random.chance(40);
-        if left > 0 && !fails {
+        let end = match self.drawn_end(GiveUp::Reset) {
+            // The engine may know another request of this name: whether its lookups are misses then is not said.
+            TransferEnd::Failed if self.sessions[session].loads[at].outlived => TransferEnd::Done,
+            end => end,
+        };
+        if left > 0 && end == TransferEnd::Done {
             return self.copy(session, at, left);
         }
-        let load = self.sessions[session].loads.swap_remove(at);
-        self.let_go_of_load(&load);
-        if fails {
-            let requests = &mut self.sessions[session].requests;
-            let of = requests
-                .iter_mut()
-                .find(|request| request.name == load.request);
-            if let Some(request) = of {
-                request.failed = true;
-                (request.ready, request.promise) = (None, None);
-            }
-        }
-        self.end_transfer(session, load.id, !fails)
+        self.end_load(session, at, end)
     }
 
     /// Copies some of the remaining blocks, and compares them.
@@ -457,10 +463,20 @@ impl World {
     }
 
     fn save_step(&mut self, session: usize, at: usize) -> Result<(), String> {
-        let save = &mut self.sessions[session].saves[at];
+        let save = &self.sessions[session].saves[at];
         let left = save.blocks.len() - save.filled;
-        let fails = !self.settings.roomy && self.random.chance(40);
-        if left > 0 && !fails {
+        // Blocks below a save that is dropped are dropped, too.
+        let end = match self.settings.roomy {
+            true => TransferEnd::Done,
+            false => {
+                let reason = self
+                    .random
+                    .pick(&[GiveUp::Reset, GiveUp::Weights, GiveUp::Retry]);
+                self.drawn_end(reason)
+            }
+        };
+        let save = &mut self.sessions[session].saves[at];
+        if left > 0 && end == TransferEnd::Done {
             let count = self.random.index(left) + 1;
             let blocks = save.blocks[save.filled..save.filled + count].to_vec();
             save.filled += count;
@@ -472,73 +488,7 @@ impl World {
             }
             return Ok(());
         }
-        let save = self.sessions[session].saves.swap_remove(at);
-        self.let_go_of_save(&save);
-        if !fails {
-            self.log.stats.blocks_saved += save.blocks.len() as u64;
-            for ClientBlock { payload, .. } in &save.blocks {
-                // The namespace is that of the save's beginning.
-                let (digest, len) = (
-                    self.digest(payload.namespace),
-                    self.models[payload.namespace].hash_bytes,
-                );
-                if let (Some(promise), Some(hash)) =
-                    (&mut self.history.promise, hash_of(payload.key, len))
-                {
-                    promise.saved.insert((digest, hash, payload.group));
-                }
-                let model = &mut self.models[payload.namespace];
-                if payload.epoch == model.epoch && !save.lost {
-                    model.stored.insert(*payload);
-                    let of = (payload.namespace, payload.epoch, payload.key);
-                    self.history.saved.insert(of);
-                }
-            }
-        }
-        self.end_transfer(session, save.id, !fails)
-    }
-
-    fn end_transfer(&mut self, session: usize, id: TransferId, ok: bool) -> Result<(), String> {
-        if self.random.chance(500) {
-            self.sessions[session].session.end_transfer(id, ok);
-        } else {
-            self.end_transfer_by_steps(id, ok)?;
-        }
-        self.note(|| format!("end transfer {id:?}: {ok}"));
-        self.history.ended.push(id);
-        if self.history.ended.len() > 32 {
-            self.history.ended.swap_remove(0);
-        }
-        Ok(())
-    }
-
-    /// Ends a transfer in steps, like a server: others enter the engine between two steps.
-    fn end_transfer_by_steps(&mut self, id: TransferId, ok: bool) -> Result<(), String> {
-        loop {
-            let blocks = self.random.range(1, 4) as usize;
-            let ended = self
-                .engine
-                .with(|engine| engine.step_end_of_transfer(id, ok, blocks));
-            if ended {
-                return Ok(());
-            }
-            self.engine.with(|engine| engine.check())?;
-            match self.random.below(6) {
-                0 => self.start_io()?,
-                1 => self.end_io()?,
-                _ => {}
-            }
-        }
-    }
-
-    /// Repeats an acknowledgement.
-    pub(crate) fn repeat_acknowledgement(&mut self) -> Result<(), String> {
-        if !self.history.ended.is_empty() {
-            let id = self.history.ended[self.random.index(self.history.ended.len())];
-            let ok = self.random.chance(500);
-            self.engine.with(|engine| engine.end_transfer(id, ok));
-        }
-        Ok(())
+        self.end_save(session, at, end)
     }
 
     pub(crate) fn let_go_of_load(&mut self, load: &ClientLoad) {

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use undercroft_core::engine::Engine;
 use undercroft_core::io::{ChecksumRequest, IoRequest};
 use undercroft_core::key::NamespaceDigest;
-use undercroft_core::session::TransferId;
 
 use crate::Stats;
 use crate::arena::SimArena;
@@ -14,6 +13,7 @@ use crate::brief::brief;
 use crate::content::PrefixKey;
 use crate::device::SimDevice;
 use crate::disks::Disks;
+use crate::ends::Ends;
 use crate::hints::SimPins;
 use crate::model::{Model, Prompts};
 use crate::participants::SimClient;
@@ -45,8 +45,8 @@ pub(crate) struct VirtualClock {
 /// The events on which later checks depend.
 #[derive(Debug, Default)]
 pub(crate) struct History {
-    /// Transfers that have ended.
-    pub(crate) ended: Vec<TransferId>,
+    /// The ends of transfers in this life.
+    pub(crate) ends: Ends,
     /// Namespaces with a reset that is not durable yet.
     pub(crate) undurable: Vec<usize>,
     /// Whether something did not fit after all or was lost in a crash, so that saved blocks may be missing.
@@ -188,12 +188,12 @@ impl World {
             self.resize();
         }
         self.surround(&mut config);
-        self.disks.faults = self.settings.faults;
+        (self.disks.faults, self.disks.lied) = (self.settings.faults, false);
         self.clock.now_ns = 0;
         self.history.promise = None;
         self.sessions.clear();
         self.pins = SimPins::default();
-        self.history.ended.clear();
+        self.history.ends = Ends::default();
         self.history.changes = 0;
         self.history.saved.clear();
         self.checksums.clear();
@@ -423,6 +423,7 @@ impl World {
         if self.settings.is_punctual() && counters.promotions_given_up > 0 {
             return Err("a lookup was given up although its device delivers".to_owned());
         }
+        self.check_ends(&counters)?;
         self.engine.uncounted(|engine| engine.check())?;
         let most = self.engine.most_work();
         self.log.stats.most_units = self.log.stats.most_units.max(most.units());
