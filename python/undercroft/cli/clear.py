@@ -99,8 +99,8 @@ def _print(cleared: dict[str, Any], erase: bool, over: bool) -> None:
         say(f"erased on disk: {format_size(cleared['erased_bytes'])}")
     if failed := cleared["erase_failures"]:
         say(
-            f"bytes of {failed} writes were not erased: the disk cannot, or fails (undercroft status shows which), or the"
-            " blocks made room for others before"
+            f"bytes of {failed} writes were not erased: the disk cannot, or fails (undercroft status shows which), or"
+            " the blocks made room for others before"
         )
     if over and cleared["pending"]:
         left = cleared["pending"]

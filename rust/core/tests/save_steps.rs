@@ -26,17 +26,13 @@ fn open(engine: &mut Engine) -> SessionId {
             payload_bytes: 4096,
         }],
     };
-    engine.open_session(spec).unwrap()
+    engine.open_session(spec).expect("a payload fits")
 }
 
 fn hashes(blocks: u8) -> Vec<BlockHash> {
     (1..=blocks)
-        .map(|block| BlockHash::new(&[block; 32]).unwrap())
+        .map(|block| BlockHash::new(&[block; 32]).expect("32 bytes"))
         .collect()
-}
-
-fn save<'a>(hashes: &'a Vec<BlockHash>) -> SaveRequest<'a> {
-    SaveRequest::new("a", hashes, Tokens(hashes.len() as u32 * TOKENS))
 }
 
 /// Whether a step has ended a save without another slot.
@@ -55,14 +51,15 @@ fn a_save_ends_when_its_namespace_begins_another_life_though_its_index_is_the_sa
     let mut engine = engine();
     let session = open(&mut engine);
     let hashes = hashes(3);
-    let id = engine.start_save(session, &save(&hashes)).unwrap();
+    let save = SaveRequest::new("a", &hashes, Tokens(3 * TOKENS));
+    let id = engine.start_save(session, &save).unwrap();
     // Each reset moves the namespace to a vacant index: the second one to the first.
     for _ in 0..2 {
         let other = open(&mut engine);
         assert!(engine.reset(other));
         engine.close_session(other);
     }
-    assert!(ends(&mut engine, id, &save(&hashes)));
+    assert!(ends(&mut engine, id, &save));
     let lookup = LookupRequest::new("b", &hashes);
     assert_eq!(engine.lookup(session, &lookup), Lookup::NOTHING);
     engine.finish_request(session, "b");
@@ -74,11 +71,12 @@ fn a_save_ends_when_the_end_of_its_chain_has_left_the_index() {
     let mut engine = engine();
     let session = open(&mut engine);
     let hashes = hashes(3);
-    let first = hashes[..1].to_vec();
-    let above = engine.begin_save(session, &save(&first)).transfer.unwrap();
-    let id = engine.start_save(session, &save(&hashes)).unwrap();
+    let first = SaveRequest::new("a", &hashes, Tokens(TOKENS));
+    let above = engine.begin_save(session, &first).transfer.unwrap();
+    let save = SaveRequest::new("a", &hashes, Tokens(3 * TOKENS));
+    let id = engine.start_save(session, &save).unwrap();
     // The block above, which the save goes on below, is not saved after all.
     engine.end_transfer(above.id, false);
-    assert!(ends(&mut engine, id, &save(&hashes)));
+    assert!(ends(&mut engine, id, &save));
     assert!(is_unused(&mut engine));
 }

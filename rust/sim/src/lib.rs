@@ -42,7 +42,6 @@ mod device;
 mod disks;
 mod ends;
 mod events;
-mod explain;
 mod hints;
 mod late;
 mod model;
@@ -57,7 +56,6 @@ mod settings;
 mod shared;
 mod surroundings;
 mod transfers;
-mod weights;
 mod world;
 
 /// Counts of a run, so that a test can tell that it tested something.

@@ -153,6 +153,10 @@ impl World {
         }
         for _ in 0..TURNS_MAX {
             self.start_io()?;
+            if self.disks.in_flight() == 0 {
+                // A block of the table waits for others, while payloads wait for the write budget.
+                self.set_now(self.clock.now_ns + 10_000_000);
+            }
             self.end_io()?;
             let cleared = self.engine.with(|engine| engine.cleared());
             if cleared.removing {

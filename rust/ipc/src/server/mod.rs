@@ -105,6 +105,18 @@ impl Drop for Alive {
 }
 
 impl ServerControl {
+    fn new(wake: OwnedFd) -> Self {
+        Self {
+            wake: wake.into(),
+            woken: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            alive: AtomicBool::new(true),
+            attached: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
+            malformed: AtomicU64::new(0),
+        }
+    }
+
     fn wake(&self) {
         if !self.woken.swap(true, Ordering::AcqRel) {
             // Cannot fail: the count is far below its limit.
@@ -148,15 +160,7 @@ impl Server {
         let closer = Closer::start().map_err(|error| os("starting a thread", error))?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| os("eventfd", errno.into()))?;
-        let control = Arc::new(ServerControl {
-            wake: wake.into(),
-            woken: AtomicBool::new(false),
-            stop: AtomicBool::new(false),
-            alive: AtomicBool::new(true),
-            attached: AtomicU64::new(0),
-            refused: AtomicU64::new(0),
-            malformed: AtomicU64::new(0),
-        });
+        let control = Arc::new(ServerControl::new(wake));
         let of_hook = Arc::clone(&control);
         served.driver.on_progress(move || of_hook.wake());
         let of_service = Arc::clone(&control);

@@ -508,7 +508,7 @@ impl Service {
         }
     }
 
-    fn close(&mut self, id: ConnectionId, end: End) {
+    pub(super) fn close(&mut self, id: ConnectionId, end: End) {
         let Some(mut peer) = self.connections.remove(id) else {
             return;
         };

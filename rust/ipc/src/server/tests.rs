@@ -1,5 +1,6 @@
 //! A server that speaks an older version of the protocol, too, and one that waits less long.
 
+use std::collections::HashSet;
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,8 +16,9 @@ use undercroft_core::io::{IoEngineChoice, open_io_engine};
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{SessionToken, Tokens};
 
-use super::service::Terms;
-use super::{Served, Server, SocketLocation};
+use super::service::{End, Service, Terms};
+use super::{Served, Server, ServerControl, SocketLocation};
+use crate::descriptors::Closer;
 use crate::descriptors::tests::lingering;
 use crate::dialect::Dialect;
 use crate::frame::{self, FrameKind, HEADER_BYTES, Header, VERSION};
@@ -45,20 +47,23 @@ fn serve(path: &std::path::Path, dialects: &'static [Dialect]) -> Server {
     )
 }
 
-fn serve_on(path: &std::path::Path, terms: Terms) -> Server {
+fn served() -> Served {
     let arena = Arc::new(Arena::create(1 << 20).unwrap());
     let pool = IoEngineChoice::ThreadPool;
     let (io, _) = open_io_engine(pool, 4, Arc::clone(&arena), Vec::new()).unwrap();
     let driver = Driver::start(Engine::new(EngineConfig::new(1 << 20)), io).unwrap();
-    let served = Served {
+    Served {
         driver: Arc::new(driver),
         arena,
         arena_id: 7,
         own_token: SessionToken(7),
         info: Box::new(|| serde_json::json!({})),
         stats: StatsSource::new(|| serde_json::json!({"of": "all"})),
-    };
-    Server::start_on(SocketLocation::At(path), served, terms).unwrap()
+    }
+}
+
+fn serve_on(path: &std::path::Path, terms: Terms) -> Server {
+    Server::start_on(SocketLocation::At(path), served(), terms).unwrap()
 }
 
 /// A message as the version before has it.
@@ -242,4 +247,49 @@ fn who_says_nothing_or_half_of_a_frame_is_left_and_a_session_that_is_idle_is_not
         ServerMessage::decode(&body),
         Ok(ServerMessage::Pong { .. })
     ));
+}
+
+/// A service without a thread.
+fn service(dir: &tempfile::TempDir) -> (Service, std::path::PathBuf) {
+    let path = dir.path().join("run/s.sock");
+    crate::socket_dir::prepare(path.parent().unwrap()).unwrap();
+    let (listener, path) = crate::socket_dir::listen_alone(path).unwrap();
+    let wake = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+    let control = Arc::new(ServerControl::new(wake));
+    let closer = Closer::start().unwrap();
+    let terms = Terms::USUAL;
+    let service = Service::new(listener, path.clone(), served(), control, terms, closer);
+    (service, path)
+}
+
+#[test]
+fn the_connections_of_a_process_have_one_account() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut service, path) = service(&dir);
+    let _ours = [(); 3].map(|()| connect(&path));
+    while service.connections.len() < 3 {
+        service.accept();
+    }
+    let peers = service.connections.values();
+    let accounts: HashSet<_> = peers.map(|peer| peer.account).collect();
+    assert_eq!(accounts.len(), 1);
+}
+
+#[test]
+fn the_serving_thread_does_not_close_connections_itself() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut service, path) = service(&dir);
+    let theirs = connect(&path);
+    while service.connections.is_empty() {
+        service.accept();
+    }
+    let (lingers, receiver) = lingering(PATIENCE);
+    pass(&theirs, lingers).unwrap();
+    let id = service.connections.keys().next().unwrap();
+    service.close(id, End::Closed);
+    assert_eq!(service.closer.pending(), 1, "the close waits elsewhere");
+    drop(receiver);
+    while service.closer.pending() > 0 {
+        std::thread::yield_now();
+    }
 }
