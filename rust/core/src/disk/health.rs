@@ -206,6 +206,21 @@ mod tests {
     }
 
     #[test]
+    fn writes_pause_after_three_failures_in_a_row() {
+        let fault = IoFault::Os(rustix::io::Errno::IO.raw_os_error());
+        let mut health = HealthMonitor::new();
+        for ends_well in [false, false, true, false, false] {
+            match ends_well {
+                true => health.write_succeeded(0),
+                false => health.write_failed(fault, 0),
+            }
+            assert!(health.takes_writes(0));
+        }
+        health.write_failed(fault, 0);
+        assert!(!health.takes_writes(0));
+    }
+
+    #[test]
     fn a_failed_sync_pauses_writes_although_they_succeed() {
         let mut health = HealthMonitor::new();
         health.write_succeeded(0);

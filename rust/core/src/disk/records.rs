@@ -177,6 +177,30 @@ mod tests {
     }
 
     #[test]
+    fn a_block_that_is_being_written_when_an_order_comes_is_written_again() {
+        let mut records = Records::default();
+        records.mark_dirty(3 * RECORDS_PER_BLOCK as u32);
+        assert_eq!(records.take_dirty_block(), Some(3));
+        records.order();
+        records.block_written(3, Some(true));
+        assert!(!records.ordered().needs_sync() && !records.ordered().is_durable());
+        assert_eq!(records.take_dirty_block(), Some(3));
+        records.block_written(3, Some(true));
+        assert!(records.ordered().needs_sync());
+    }
+
+    #[test]
+    fn an_order_waits_for_records_that_have_changed_before_it() {
+        let mut records = Records::default();
+        records.mark_dirty(3 * RECORDS_PER_BLOCK as u32);
+        records.order();
+        assert!(!records.ordered().is_durable());
+        assert_eq!(records.take_dirty_block(), Some(3));
+        records.block_written(3, Some(true));
+        assert!(records.ordered().needs_sync());
+    }
+
+    #[test]
     fn blocks_that_were_written_before_an_order_are_written_again_after_a_failed_sync() {
         let mut records = Records::default();
         written(&mut records, 3);
