@@ -44,6 +44,7 @@ mod ends;
 mod events;
 mod hints;
 mod late;
+mod log;
 mod model;
 mod namespaces;
 mod operator;
@@ -274,6 +275,18 @@ pub fn run(seed: u64) -> Result<Stats, Box<Failure>> {
             Ok(_) => Err(first),
         },
     }
+}
+
+/// Runs a seed. Returns the sum of all its steps, of the engine's counters at the end of each life, and of the entry with
+/// the most work: it differs if the engine does anything differently.
+///
+/// # Errors
+/// The first property that did not hold.
+pub fn sum_of(seed: u64) -> Result<u64, String> {
+    let mut world = world::World::new(seed, false);
+    world.log = log::Log::summed();
+    world.run()?;
+    Ok(world.log.sum().expect("the log is summed"))
 }
 
 fn attempt(seed: u64, traced: bool) -> Result<Stats, Box<Failure>> {

@@ -7,7 +7,6 @@ use undercroft_core::engine::Engine;
 use undercroft_core::io::{ChecksumRequest, IoRequest};
 use undercroft_core::key::NamespaceDigest;
 
-use crate::Stats;
 use crate::arena::SimArena;
 use crate::brief::brief;
 use crate::content::PrefixKey;
@@ -15,6 +14,7 @@ use crate::device::SimDevice;
 use crate::disks::Disks;
 use crate::ends::Ends;
 use crate::hints::SimPins;
+use crate::log::Log;
 use crate::model::{Model, Prompts};
 use crate::participants::SimClient;
 use crate::promises::Promise;
@@ -69,14 +69,6 @@ pub(crate) struct History {
     pub(crate) kept_namespaces: HashSet<NamespaceDigest>,
 }
 
-/// The report of a run.
-#[derive(Debug, Default)]
-pub(crate) struct Log {
-    pub(crate) stats: Stats,
-    pub(crate) trace: Vec<String>,
-    traced: bool,
-}
-
 #[derive(Debug)]
 pub(crate) struct World {
     pub(crate) random: Random,
@@ -125,20 +117,14 @@ impl World {
             saving: Vec::new(),
             pins: SimPins::default(),
             history: History::default(),
-            log: Log {
-                traced,
-                ..Log::default()
-            },
+            log: Log::new(traced),
             random,
             settings,
         }
     }
 
     pub(crate) fn note(&mut self, line: impl FnOnce() -> String) {
-        if self.log.traced {
-            let line = format!("{:>12} {}", self.clock.now_ns, line());
-            self.log.trace.push(line);
-        }
+        self.log.note(self.clock.now_ns, line);
     }
 
     pub(crate) fn run(&mut self) -> Result<(), String> {
@@ -149,7 +135,7 @@ impl World {
             self.start()?;
             for step in 0..self.settings.steps {
                 self.step()?;
-                if self.log.traced || step % CHECK_EVERY == 0 {
+                if self.log.is_traced() || step % CHECK_EVERY == 0 {
                     self.check()?;
                 }
             }
@@ -161,6 +147,8 @@ impl World {
                 self.crash();
             }
             let counters = self.engine.with(|engine| *engine.counters());
+            let most = self.engine.most_work();
+            self.log.add_to_sum(&format!("{counters:?} {most:?}"));
             self.log.stats.disk_reads += counters.disk_reads;
             self.log.stats.remote_gets += counters.remote_gets;
             self.log.stats.remote_tokens += counters.remote_hit_tokens;
