@@ -7,6 +7,7 @@ The tests of each change take some seconds a kind. The requests follow from the 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import re
@@ -33,6 +34,8 @@ IS_LONG = SECONDS >= 60
 STUCK_S = 120
 """Most processor time until all requests have ended: a machine that is busy with other work takes longer."""
 PROGRESS_S = 60
+SLOW_S = 15
+"""Longest time for which copies are slow. A save that takes a minute counts as failed."""
 LEAK_BYTES = 20 << 10
 """Most memory that a request may leave behind, once the tiers are full."""
 FEW_REQUESTS = 500
@@ -56,6 +59,7 @@ class Soak:
         self.one = start(kind, root, options | disk)
         self._worker = worker()
         self._collect = self._worker._collect
+        self._slow_until = math.inf
         self.live: dict[str, int] = {}
         self.seen: Counter[str] = Counter()
         self.rests: list[tuple[int, int, int]] = []
@@ -143,10 +147,12 @@ class Soak:
     def copies_slow_down(self) -> None:
         """The ends of copies are noticed later, as of a device that is busy."""
         self._worker._collect = lambda: None
+        self._slow_until = time.monotonic() + SLOW_S
 
     def copies_are_fast_again(self) -> None:
         """The opposite."""
         self._worker._collect = self._collect
+        self._slow_until = math.inf
 
     def resets_the_device(self) -> None:
         """vLLM empties its own cache, if no block is in use."""
@@ -177,6 +183,8 @@ class Soak:
     def steps(self) -> None:
         """One step of vLLM; the answers that end in it are compared."""
         engine = self.one.llm.llm_engine
+        if time.monotonic() > self._slow_until:
+            self.copies_are_fast_again()
         if not engine.has_unfinished_requests():
             self.one.core.step()
             return
