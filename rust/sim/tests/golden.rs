@@ -30,12 +30,14 @@ fn sums() -> String {
     };
     let mut all: Vec<(u64, u64)> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(work)).collect();
-        let ended = threads.into_iter().map(|thread| thread.join().unwrap());
+        let ended = threads
+            .into_iter()
+            .map(|thread| thread.join().expect("no seed panics"));
         ended.flatten().collect()
     });
     all.sort_unstable();
     all.iter().fold(String::new(), |mut text, (seed, sum)| {
-        writeln!(text, "{seed} {sum:016x}").unwrap();
+        writeln!(text, "{seed} {sum:016x}").expect("a string takes lines");
         text
     })
 }
