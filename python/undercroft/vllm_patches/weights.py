@@ -87,11 +87,14 @@ def watch_weights(ours_in: Callable[[Any], Iterable[Any]]) -> None:
 
         return set_weight_version
 
+    def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+        return _watching_loads(tell, original)
+
     replace(
         (Scheduler, "reset_prefix_cache", wrap_reset),
         (EngineCore, "sleep", wrap_sleep),
         (EngineCore, "collective_rpc", wrap_rpc),
-        (EngineCore, "__init__", functools.partial(_watching_loads, tell)),
+        (EngineCore, "__init__", wrap_init),
         *([(EngineCore, "set_weight_version", wrap_version)] if hasattr(EngineCore, "set_weight_version") else []),
     )
 
