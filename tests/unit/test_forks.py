@@ -137,6 +137,12 @@ def test_a_forked_child_has_nothing_of_its_parents_engine(kind: str, tmp_path: P
                 one.close()
 
 
+def has_ended(process: int) -> bool:
+    """Whether a child has ended with all its threads: until then they keep its files open."""
+    state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2][1]
+    return state == "Z" and len(os.listdir(f"/proc/{process}/task")) == 1
+
+
 @pytest.mark.timeout(120)
 def test_the_directory_of_a_killed_engine_is_free_at_once_although_its_child_lives(tmp_path: Path) -> None:
     kept: list[object] = []
@@ -149,7 +155,7 @@ def test_the_directory_of_a_killed_engine_is_free_at_once_although_its_child_liv
         with pytest.raises(_core.StoreError, match=f"is in use by process {parent}; stop that process"):
             opened(tmp_path, disks=[{"path": str(tmp_path / "disk"), "capacity": 64 << 20}])
         os.kill(parent, signal.SIGKILL)
-        until("the parent has ended", lambda: Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2][1] == "Z")
+        until("the parent has ended", lambda: has_ended(parent))
         engine = owner(tmp_path)
         assert not engine.is_shared and Path(f"/proc/{child}").exists()
         engine.close()

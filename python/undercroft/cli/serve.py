@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     for name, parse in _OWN_OPTIONS.items():
         value = file.pop(name, None)
         if getattr(args, name) is None and value is not None:
-            setattr(args, name, _parsed(parse, value, f"{name} = {value!r} in {args.config}"))
+            vars(args)[name] = _parsed(parse, value, f"{name} = {value!r} in {args.config}")
     level = (args.log_level or LOG_LEVELS[1]).upper()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=level, stream=sys.stdout)
     for message in unknown_environment():
