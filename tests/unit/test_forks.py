@@ -140,7 +140,7 @@ def test_a_forked_child_has_nothing_of_its_parents_engine(kind: str, tmp_path: P
 def has_ended(process: int) -> bool:
     """Whether a child has ended with all its threads: until then they keep its files open."""
     state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2][1]
-    return state == "Z" and len(os.listdir(f"/proc/{process}/task")) == 1
+    return state == "Z" and len(list(Path(f"/proc/{process}/task").iterdir())) == 1
 
 
 @pytest.mark.timeout(120)
