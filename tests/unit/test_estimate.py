@@ -103,7 +103,7 @@ def test_text_has_a_table_and_a_chart(capsys: pytest.CaptureFixture[str], tmp_pa
 
 # Host memory for 16 blocks, of which writes that wait take 8, and a disk that writes half a block a second.
 SMALL = ["--host-memory", "512KiB", "--disk", "64MiB"]
-SLOW = ["--disk-write-rate", "16KiB", "--disk-read-rate", "256kB/s"]
+SLOW = ["--write-rate", "16KiB", "--read-rate", "256kB/s"]
 
 
 @pytest.fixture
@@ -154,8 +154,8 @@ def test_the_output_of_bench_disk_has_the_rates(again: str, capsys: pytest.Captu
         (["--disk-writes-per-day", "0.28"], "0.281 times its size is written a day, and the disk is made for 0.28"),
         (["--disk-writes-per-day", "0.29"], None),
         # Reads take as long as computing, and the copy comes on top.
-        (["--disk-read-rate", "64kB"], "vLLM computes faster than the disk is loaded (62.5 KiB/s): it saves no time"),
-        (["--disk-read-rate", "130"], "reads and writes together need 102 % of the disk's time"),
+        (["--read-rate", "64kB"], "vLLM computes faster than the disk is loaded (62.5 KiB/s): it saves no time"),
+        (["--read-rate", "130"], "reads and writes together need 102 % of the disk's time"),
     ],
 )
 def test_a_disk_that_is_not_made_for_it_is_warned_of(
@@ -164,7 +164,7 @@ def test_a_disk_that_is_not_made_for_it_is_warned_of(
     figures = ["--trace", again, *SMALL, "--prefill-rate", "1000", *SLOW, *arguments]
     case = estimate(capsys, tmp_path, *figures)["cases"][1]
     assert [any(said in warning for warning in case["warnings"]) if said else len(case["warnings"]) == 1] == [True]
-    if "--disk-read-rate" in arguments:
+    if "--read-rate" in arguments:
         assert case["net_seconds_saved"] == 0
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     assert main.main(["estimate", "--model", str(tmp_path), "--block-size", "512", *figures]) == 0
@@ -236,8 +236,8 @@ def test_what_is_no_measurement_of_a_disk_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--disk-read-rate", "1GB", "--disk-rates", "f"], "--disk-rates and --disk-read-rate name the same rate"),
-        (["--disk-write-rate", "1GB", "--disk", "0"], "--disk-write-rate is the rate of a disk, and --disk names none"),
+        (["--read-rate", "1GB", "--disk-rates", "f"], "--disk-rates and --read-rate name the same rate"),
+        (["--write-rate", "1GB", "--disk", "0"], "--write-rate is the rate of a disk, and --disk names none"),
         (["--host-memory", "64KiB"], "64 KiB for the host tier holds 0 tokens"),
         (["--trace-block", "4096"], "holds 8,192 tokens of this model, and the replay needs 4 blocks of 4096 tokens"),
     ],

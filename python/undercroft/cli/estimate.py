@@ -18,7 +18,7 @@ from undercroft.cli import arguments, output
 from undercroft.cli.output import say
 from undercroft.cli.size import Model, read_model
 from undercroft.config import OPTIONS
-from undercroft.errors import ConfigError
+from undercroft.errors import ConfigError, cause
 from undercroft.estimate.replay import BLOCKS_MIN, Outcome, Tiers, replay
 from undercroft.estimate.savings import Machine, savings
 from undercroft.estimate.trace import Trace, read
@@ -58,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
     )
     for verb in ("read", "write"):
         parser.add_argument(
-            f"--disk-{verb}-rate",
+            f"--{verb}-rate",
             type=arguments.rate,
             metavar="SIZE/S",
             help=f"bytes that the disk {verb}s in a second, instead of --disk-rates",
@@ -134,13 +134,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _machine(args: argparse.Namespace) -> Machine:
     """The rates that the arguments give. Raises ConfigError."""
-    given = [f"--disk-{verb}-rate" for verb in ("read", "write") if getattr(args, f"disk_{verb}_rate")]
+    given = [f"--{verb}-rate" for verb in ("read", "write") if getattr(args, f"{verb}_rate")]
     if args.disk_rates and given:
         raise ConfigError(f"--disk-rates and {given[0]} name the same rate; give one of them")
     given += ["--disk-rates"] if args.disk_rates else []
     if given and not any(args.disk):
         raise ConfigError(f"{given[0]} is the rate of a disk, and --disk names none; give --disk SIZE")
-    rates = {"read": args.disk_read_rate, "write": args.disk_write_rate}
+    rates = {"read": args.read_rate, "write": args.write_rate}
     if args.disk_rates:
         rates = _measured(Path(args.disk_rates))
     return Machine(args.prefill_rate, args.copy_rate, rates["read"], rates["write"], args.disk_writes_per_day)
@@ -153,7 +153,7 @@ def _measured(path: Path) -> dict[str, int]:
         measured = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{where}: {error}; expected a file with the output of undercroft bench disk --json"
+            f"{where}: {cause(error)}; expected a file with the output of undercroft bench disk --json"
         ) from None
     rates = {}
     for verb in ("read", "write"):
@@ -268,7 +268,7 @@ def _print(found: dict[str, Any], model: Model) -> None:
         for warning in case["warnings"]:
             say(f"warning: {format_size(case['host_memory'])}, {format_size(case['disk'])}: {warning}")
     if any(case["disk_hit_percent"] and case["load_seconds"] is None for case in found["cases"]):
-        say("net saved is unknown without the disk's rates: give --disk-rates, or --disk-read-rate")
+        say("net saved is unknown without the disk's rates: give --disk-rates, or --read-rate")
     say()
     say("hit rate by the size of host memory alone:")
     each = capacity.boundary_bytes(model.groups) / capacity.BOUNDARY_TOKENS + found["token_bytes"]

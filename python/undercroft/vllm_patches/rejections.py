@@ -32,7 +32,7 @@ def wrap_update_from_output(
         except KeyError:
             take = scheduler.__dict__[_TAKE] = find_take(scheduler.connector)
         rejections = take() if take is not None else None
-        if not rejections or not isinstance(rejections, list):
+        if not isinstance(rejections, list) or not rejections:
             # No list: such as from a stand-in for a connector, which has every attribute.
             return original(scheduler, *args, **kwargs)
         by_id = {rejection.request_id: rejection for rejection in rejections}

@@ -200,7 +200,7 @@ fn a_slow_disk_writes_at_its_rate_and_drops_the_rest() {
     .unwrap();
     let first: Vec<u64> = (0..64).collect();
     let others: Vec<u64> = (100..164).collect();
-    // What waits may take half of the memory: 32 blocks.
+    // Writes that wait may take half of the memory: 32 blocks.
     engine.request(64, &first);
     let counts = |engine: &ReplayEngine| {
         let counters = engine.counters();

@@ -86,8 +86,7 @@ impl Mark {
     /// Marks a descriptor. Its owner drops the mark before the descriptor.
     pub fn new(descriptor: &impl AsRawFd) -> Self {
         handle_forks();
-        let number = usize::try_from(descriptor.as_raw_fd());
-        let number = number.expect("an open descriptor has a number from 0 on");
+        let number = descriptor.as_raw_fd().unsigned_abs() as usize;
         if let Some(word) = MARKED.get(number / 64) {
             WORDS.fetch_max(number / 64 + 1, Ordering::Relaxed);
             word.fetch_or(1 << (number % 64), Ordering::Relaxed);

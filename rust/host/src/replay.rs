@@ -39,8 +39,8 @@ pub struct Options {
     pub policy: PolicyKind,
     /// Whether blocks are written to disk only from their second use on.
     pub second_touch: bool,
-    /// Blocks a second that the disk can write; 0 if it takes every write at once. What waits takes memory, and what
-    /// finds none is not written, as in an engine on a slow disk.
+    /// Blocks a second that the disk can write; 0 if it takes every write at once. Writes that wait take memory;
+    /// without memory for them they are not made, as in an engine on a slow disk.
     pub disk_writes_per_s: f64,
     /// Seed of the random choices.
     pub seed: u64,

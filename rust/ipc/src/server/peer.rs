@@ -75,7 +75,7 @@ pub(super) struct Peer {
     pub(super) is_queued: bool,
     /// Whether the peer's frame waits for memory.
     pub(super) lacks_room: bool,
-    /// Whether the peer reads no more. What it has sent before is carried out.
+    /// Whether the peer reads no more. Its earlier messages are carried out.
     pub(super) is_deaf: bool,
 }
 
@@ -311,7 +311,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_peer_has_sent_before_its_end_is_read_although_no_answer_reaches_it() {
+    fn messages_from_before_a_peers_end_are_read_although_no_answer_reaches_it() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         let mut accounts = SlotMap::<AccountId, ()>::with_key();

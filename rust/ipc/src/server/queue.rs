@@ -29,7 +29,8 @@ slotmap::new_key_type! {
 /// The processor time of the calling thread.
 pub(super) fn processor_time() -> Duration {
     let now = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::try_from(now).expect("a process has spent no negative time")
+    Duration::from_secs(now.tv_sec.unsigned_abs())
+        + Duration::from_nanos(now.tv_nsec.unsigned_abs())
 }
 
 /// The time that was spent on a process.
