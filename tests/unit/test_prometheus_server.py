@@ -34,7 +34,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     disk = ["--disk-path", str(place / "disk"), "--disk-capacity", "64MiB"]
     with ServeProcess(place / "run" / "serve.sock", *disk, "--metrics", "0") as server:
         target = urllib.parse.urlsplit(server.printed[1].split()[-1]).netloc
-        client = Peer(_core.Engine({"server": f"unix://{server.socket}", "min_load_tokens": 0}))
+        options = {"server": f"unix://{server.socket}", "server_timeout_ms": 30_000, "min_load_tokens": 0}
+        client = Peer(_core.Engine(options))
         until("the server", client.is_up)
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},

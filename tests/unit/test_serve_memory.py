@@ -10,13 +10,12 @@ from attacks import PING, Client
 
 from serve_process import ServeProcess
 from served_client import until
+from undercroft.cli.serve import SESSIONS_TRIMMED, SessionMemory
 
 SESSIONS = 30
 MIB = 1 << 20
 # Bytes that a session takes before the server reads no more from it.
 UNREAD = MIB
-
-pytestmark = pytest.mark.server
 
 
 def memory(pid: int) -> int:
@@ -26,6 +25,7 @@ def memory(pid: int) -> int:
     return int(found) << 10
 
 
+@pytest.mark.server
 def test_the_memory_of_sessions_that_have_ended_is_given_back(tmp_path: Path) -> None:
     with ServeProcess(tmp_path / "s") as server:
         pid = server.process.pid
@@ -45,3 +45,14 @@ def test_the_memory_of_sessions_that_have_ended_is_given_back(tmp_path: Path) ->
         for client in clients:
             client.socket.close()
         until("the memory is given back", lambda: memory(pid) - before < SESSIONS * UNREAD / 4)
+
+
+def test_memory_is_given_back_once_when_the_last_of_a_crowd_has_ended() -> None:
+    trims: list[int] = []
+    memory = SessionMemory(lambda _: trims.append(seen))
+    for seen in (2 * SESSIONS_TRIMMED, SESSIONS_TRIMMED - 1, 3, 0):
+        memory.check(seen)
+        assert not trims, "the crowd is still ending"
+    for seen in (0, 0, 1, 0):
+        memory.check(seen)
+    assert trims == [0]

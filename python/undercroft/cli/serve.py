@@ -222,7 +222,7 @@ def _watch(engine: Engine, stop: threading.Event) -> None:
     Raises CommandError if the engine or its server has failed: only a restart helps then.
     """
     health, remote, namespaces = DiskHealth(engine), RemoteHealth(engine), NamespaceHealth()
-    memory = SessionMemory()
+    memory = SessionMemory(getattr(ctypes.CDLL(None), "malloc_trim", None))
     while not stop.wait(HEALTH_INTERVAL_S):
         stats = engine.stats()
         if not stats["host_capacity_bytes"]:
@@ -240,16 +240,20 @@ class SessionMemory:
     """Gives the memory of ended sessions back to the system. The allocator keeps it for later sessions, which may never
     come: a crowd leaves hundreds of megabytes."""
 
-    def __init__(self) -> None:
-        # Other C libraries have no such function, and give memory back themselves.
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    def __init__(self, trim: Callable[[int], object] | None) -> None:
+        """``trim``: the C library's `malloc_trim`. Others have no such function, and give memory back themselves."""
+        self._trim = trim
         self._peak = 0
+        self._last = 0
 
     def check(self, sessions: int) -> None:
         """``sessions``: how many are open; called about once a second."""
         self._peak = max(self._peak, sessions)
+        # A crowd that is still ending would leave the rest of its memory behind.
+        settled, self._last = sessions >= self._last, sessions
         # Rarely: allocations of the server's thread wait for it, some milliseconds for each 100 MB.
-        if self._trim is not None and self._peak - sessions >= SESSIONS_TRIMMED and sessions <= self._peak // 2:
+        many = self._peak - sessions >= SESSIONS_TRIMMED and sessions <= self._peak // 2
+        if self._trim is not None and many and settled:
             self._peak = sessions
             self._trim(0)
 
