@@ -86,7 +86,7 @@ impl Clock for Monotonic {
 }
 
 #[derive(Debug)]
-struct State {
+struct DriverState {
     engine: Engine,
     waits: bool,
     stop_at: Option<Instant>,
@@ -115,8 +115,8 @@ impl std::fmt::Debug for Hook {
 }
 
 #[derive(Debug)]
-struct Shared {
-    state: Mutex<State>,
+struct SharedEngine {
+    state: Mutex<DriverState>,
     /// Threads that wait for the lock.
     waiting: AtomicUsize,
     progress: Condvar,
@@ -125,9 +125,9 @@ struct Shared {
     waker: Waker,
 }
 
-impl Shared {
+impl SharedEngine {
     /// Locks the engine. `None` if a thread panicked inside the engine, which is then never entered again.
-    fn lock(&self) -> Option<MutexGuard<'_, State>> {
+    fn lock(&self) -> Option<MutexGuard<'_, DriverState>> {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
             Err(TryLockError::Poisoned(_)) => return None,
@@ -143,7 +143,11 @@ impl Shared {
     }
 
     /// Does `work` in the locked engine, and wakes the IO thread for work that it leaves.
-    fn enter<R>(&self, mut state: MutexGuard<'_, State>, work: impl FnOnce(&mut Engine) -> R) -> R {
+    fn enter<R>(
+        &self,
+        mut state: MutexGuard<'_, DriverState>,
+        work: impl FnOnce(&mut Engine) -> R,
+    ) -> R {
         let result = work(&mut state.engine);
         let wake = state.waits && state.engine.has_io();
         state.waits &= !wake;
@@ -158,7 +162,7 @@ impl Shared {
         result
     }
 
-    fn tell_time(&self, state: &mut State) {
+    fn tell_time(&self, state: &mut DriverState) {
         state.engine.set_now(self.clock.now_ns());
     }
 }
@@ -166,7 +170,7 @@ impl Shared {
 /// A running engine.
 #[derive(Debug)]
 pub struct Driver {
-    shared: Arc<Shared>,
+    shared: Arc<SharedEngine>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -189,8 +193,8 @@ impl Driver {
         clock: Box<dyn Clock>,
     ) -> std::io::Result<Self> {
         engine.set_io_depth(io.depth());
-        let shared = Arc::new(Shared {
-            state: Mutex::new(State {
+        let shared = Arc::new(SharedEngine {
+            state: Mutex::new(DriverState {
                 engine,
                 waits: false,
                 stop_at: None,
@@ -329,7 +333,7 @@ impl Drop for Driver {
 }
 
 /// The IO thread. Without it no wait would ever end, so its panic breaks the engine, too.
-fn run_or_break(shared: &Shared, io: Box<dyn IoEngine>) {
+fn run_or_break(shared: &SharedEngine, io: Box<dyn IoEngine>) {
     let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(shared, io))) else {
         return;
     };
@@ -338,7 +342,7 @@ fn run_or_break(shared: &Shared, io: Box<dyn IoEngine>) {
     resume_unwind(panic);
 }
 
-fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
+fn run(shared: &SharedEngine, mut io: Box<dyn IoEngine>) {
     // Here no operation waits for the measurement.
     checksum::measure();
     let mut completions: Vec<IoCompletion> = Vec::new();
@@ -346,7 +350,7 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
     let mut rooms: Vec<usize> = Vec::new();
     let mut started = Vec::new();
     let mut checksums = ChecksumQueue::new(Arc::clone(io.arena()));
-    let mut remote = Remote::default();
+    let mut remote = RemoteTurn::default();
     let mut released = None;
     let mut timeout = Some(Duration::ZERO);
     loop {
@@ -433,13 +437,13 @@ fn run(shared: &Shared, mut io: Box<dyn IoEngine>) {
 
 /// The remote store, which the IO thread owns, with the requests and completions of a turn.
 #[derive(Default)]
-struct Remote {
+struct RemoteTurn {
     store: Option<Box<dyn RemoteStore>>,
     requests: Vec<RemoteRequest>,
     completions: Vec<RemoteCompletion>,
 }
 
-impl Remote {
+impl RemoteTurn {
     fn drain(&mut self) {
         if let Some(store) = &mut self.store {
             store.drain(&mut self.completions);
@@ -447,7 +451,7 @@ impl Remote {
     }
 
     /// Takes a store that was attached, and reports the ended operations to the engine.
-    fn complete(&mut self, state: &mut State) {
+    fn complete(&mut self, state: &mut DriverState) {
         if let Some(store) = state.remote.take()
             && self.store.is_none()
         {

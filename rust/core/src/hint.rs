@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::key::HashSource;
-use crate::session::Tokens;
+use crate::tokens::Tokens;
 
 /// Bytes of the longest name of a pin.
 pub const PIN_NAME_MAX: usize = 64;

@@ -32,4 +32,5 @@ pub mod secret;
 pub mod session;
 pub mod size;
 pub mod slots;
+mod tokens;
 pub mod work;

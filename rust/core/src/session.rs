@@ -14,17 +14,7 @@ use crate::forest::Tier;
 use crate::hint::{HintAnswer, HintRequest};
 use crate::key::{BlockHash, HashSource};
 use crate::namespace::NamespaceSpec;
-
-/// A number of tokens, counted from the start of a prompt.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
-)]
-pub struct Tokens(pub u32);
-
-impl Tokens {
-    /// No limit.
-    pub const MAX: Self = Self(u32::MAX);
-}
+pub use crate::tokens::Tokens;
 
 /// Where a payload lies, in bytes from the start of the arena; [`ArenaOffset::NONE`] for a block that
 /// is not to be copied. Workers take it as a little-endian i64, -1 for none.

@@ -8,10 +8,7 @@ use undercroft_core::log::{self, Level};
 use undercroft_core::memory;
 use undercroft_core::size::Bytes;
 
-use crate::error::HostError;
-
-/// Longest wait of a server for memory.
-pub(crate) const MEMORY_WAIT: Duration = Duration::from_secs(30);
+use crate::error::{HostError, MEMORY_WAIT};
 
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(100);

@@ -13,7 +13,7 @@ use undercroft_core::io::{DeviceFiles, IoFault};
 
 use crate::config::{DiskCapacity, HostConfig, OnDiskError};
 use crate::error::HostError;
-use crate::running::random;
+use crate::random::random;
 
 /// The report on an open directory, and its lock.
 #[derive(Debug)]

@@ -16,7 +16,8 @@ use crate::arena_memory::HostMemory;
 use crate::config::HostConfig;
 use crate::directories::Directories;
 use crate::error::HostError;
-use crate::running::{RunningEngine, random};
+use crate::random::random;
+use crate::running::RunningEngine;
 use crate::socket_path::default_socket_dir;
 use crate::{Connection, EngineHost};
 

@@ -2,14 +2,13 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use undercroft_cipher::KeyFileError;
 use undercroft_core::arena::ArenaError;
 use undercroft_core::disk::portable::PortableError;
 use undercroft_core::error::{RegisterError, StoreError};
 use undercroft_ipc::{AttachError, ConnectError, SocketError};
-
-use crate::arena_memory::MEMORY_WAIT;
 
 /// Classes of errors, by their remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +22,9 @@ pub enum ErrorClass {
     /// Anything else.
     Engine,
 }
+
+/// Longest wait of a server for memory.
+pub(crate) const MEMORY_WAIT: Duration = Duration::from_secs(30);
 
 /// Why an engine cannot be opened or used. Messages have the option's name.
 #[derive(Debug, thiserror::Error)]

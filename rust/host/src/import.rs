@@ -50,7 +50,7 @@ pub struct Imported {
 
 /// The place of a payload in the file.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct ArenaPlace {
     at: u64,
     bytes: u32,
     checksum: u64,
@@ -61,7 +61,7 @@ struct Place {
 struct Index {
     spec: NamespaceSpec,
     totals: Totals,
-    payloads: HashMap<(BlockHash, u8), Place>,
+    payloads: HashMap<(BlockHash, u8), ArenaPlace>,
     parents: HashMap<BlockHash, Option<BlockHash>>,
     /// The ends of the chains, the least recently used first.
     ends: Vec<BlockHash>,
@@ -152,7 +152,7 @@ impl Index {
             let used: &mut u64 = last.entry(record.hash).or_default();
             *used = record.last.max(*used);
             if record.group != PLACEHOLDER {
-                let place = Place {
+                let place = ArenaPlace {
                     at: at + RECORD_BYTES as u64,
                     bytes: record.payload_bytes,
                     checksum: record.checksum,
@@ -363,7 +363,7 @@ impl Importer<'_> {
         Ok(count)
     }
 
-    fn payload(&self, place: &Place) -> Result<Option<Vec<u8>>, HostError> {
+    fn payload(&self, place: &ArenaPlace) -> Result<Option<Vec<u8>>, HostError> {
         let mut payload = vec![0; place.bytes as usize];
         let read = self.file.read_exact_at(&mut payload, place.at);
         read.map_err(|error| failed(self.path, error))?;

@@ -13,6 +13,7 @@ mod export;
 mod import;
 pub mod inspect;
 mod namespace;
+mod random;
 mod remote;
 mod remote_tier;
 pub mod replay;

@@ -9,7 +9,7 @@ use undercroft_core::disk::open::open;
 use undercroft_core::driver::Driver;
 
 use crate::directories::{DirectoryState, OpenDirectory};
-use crate::running::random;
+use crate::random::random;
 
 /// Pause before directories are tried again. It doubles each time, up to [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_secs(30);
@@ -18,12 +18,12 @@ const PAUSE_MAX: Duration = Duration::from_secs(3600);
 /// The directories of an engine, shared by its threads.
 #[derive(Debug, Default)]
 pub(crate) struct SharedDirectories {
-    state: Mutex<State>,
+    state: Mutex<RetryState>,
     stopping: Condvar,
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct State {
+pub(crate) struct RetryState {
     /// Empty after the engine is stopped.
     pub(crate) directories: Vec<DirectoryState>,
     /// The socket at which other processes share the engine.
@@ -33,9 +33,9 @@ pub(crate) struct State {
 
 impl SharedDirectories {
     pub(crate) fn new(directories: Vec<DirectoryState>) -> Self {
-        let state = State {
+        let state = RetryState {
             directories,
-            ..State::default()
+            ..RetryState::default()
         };
         Self {
             state: Mutex::new(state),
@@ -43,7 +43,7 @@ impl SharedDirectories {
         }
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, RetryState> {
         // No panic under the lock leaves a change half done.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

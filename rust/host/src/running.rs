@@ -36,13 +36,6 @@ pub struct RunningEngine {
     retry: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// A number that differs from process to process and from call to call.
-pub(crate) fn random() -> u64 {
-    use std::hash::{BuildHasher, RandomState};
-    // The standard library's keys come from the operating system.
-    RandomState::new().hash_one(std::process::id())
-}
-
 impl RunningEngine {
     /// Recovers the contents of the directories, and starts the engine over `arena`.
     ///

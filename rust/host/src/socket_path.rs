@@ -4,7 +4,7 @@ use std::fs::{self, DirBuilder};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use crate::running::random;
+use crate::random::random;
 
 /// Directory of the sockets: `$XDG_RUNTIME_DIR/undercroft`, else `undercroft-<uid>` in the directory for temporary
 /// files.

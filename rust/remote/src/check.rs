@@ -2,12 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
 use undercroft_core::remote::RemoteError;
 
 use crate::body::Body;
-use crate::objects::{Objects, StoreError};
+use crate::finding::{Finding, Status};
+use crate::objects::Objects;
 use crate::receiver::Receiver;
+use crate::store_error::StoreError;
 
 /// Directory of the samples.
 pub(crate) const SAMPLES: &str = "check";
@@ -20,65 +21,6 @@ const SLOW: Duration = Duration::from_millis(100);
 /// Seconds. S3 refuses requests whose time differs by fifteen minutes. Ages of objects are wrong by the difference.
 const SKEW_WARN: f64 = 60.0;
 const SKEW_FAIL: f64 = 900.0;
-
-/// The result of a check.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Status {
-    /// There is no problem.
-    Ok,
-    /// The finding costs speed or a feature.
-    Warn,
-    /// The store cannot be used.
-    Fail,
-}
-
-/// One finding.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Finding {
-    /// Its subject.
-    pub name: &'static str,
-    /// The result.
-    pub status: Status,
-    /// The finding, for people.
-    pub found: String,
-    /// The remedy; empty if there is nothing to do.
-    pub advice: String,
-}
-
-impl Finding {
-    pub(crate) fn new(
-        name: &'static str,
-        status: Status,
-        found: impl Into<String>,
-        advice: &str,
-    ) -> Self {
-        let (found, advice) = (found.into(), advice.to_owned());
-        Self {
-            name,
-            status,
-            found,
-            advice,
-        }
-    }
-}
-
-/// The remedy of a kind of failure.
-pub fn advice(kind: RemoteError) -> &'static str {
-    match kind {
-        RemoteError::Denied => {
-            "check the credentials in the environment, and that they may read, write, list and delete below the prefix"
-        }
-        RemoteError::Full => "make room: run `undercroft remote gc`, or raise the store's limit",
-        RemoteError::Throttled => {
-            "the store serves too many requests; raise its limits, or set remote_write_rate"
-        }
-        RemoteError::Late => {
-            "check the way to the store: its address, its port, firewalls, its load"
-        }
-        _ => "check the URL, and the endpoint and region in the environment",
-    }
-}
 
 /// Checks whether the store can be reached and written, its features, and the time of its probes.
 pub fn check(objects: &dyn Objects) -> Vec<Finding> {

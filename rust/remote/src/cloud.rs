@@ -20,9 +20,10 @@ use crate::Options;
 use crate::body::Body;
 use crate::directory::seconds_between;
 use crate::location::{Location, LocationError};
-use crate::objects::{Entry, Objects, Result, StoreError};
+use crate::objects::{Entry, Objects};
 use crate::receiver::Receiver;
 use crate::redact::redacted;
+use crate::store_error::{Result, StoreError};
 use client::{CLOCK, CLOCK_WORDS, ROLES, StoreClient, client, credentials, reach};
 
 mod client;

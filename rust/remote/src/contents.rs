@@ -9,8 +9,9 @@ use undercroft_core::remote::key::{NamespacePrefix, ObjectName};
 
 use crate::body::Body;
 use crate::gc::shifted;
-use crate::objects::{Objects, Result};
+use crate::objects::Objects;
 use crate::receiver::Receiver;
+use crate::store_error::Result;
 
 /// Most bytes of a description.
 const DESCRIPTION_MAX: u64 = 1 << 20;

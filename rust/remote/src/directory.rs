@@ -25,8 +25,9 @@ use crate::Options;
 use crate::body::{Body, Chunk};
 use crate::check::SAMPLES;
 use crate::location::{Location, LocationError};
-use crate::objects::{Entry, Objects, Result, StoreError};
+use crate::objects::{Entry, Objects};
 use crate::receiver::{Receiver, os_error};
+use crate::store_error::{Result, StoreError};
 
 /// Prefix of the temporary names of objects that are being written or removed. Other applications do not use it.
 const TEMPORARY: &str = ".undercroft-";

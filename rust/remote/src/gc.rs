@@ -10,7 +10,8 @@ use serde::Serialize;
 use undercroft_core::remote::RemoteError;
 use undercroft_core::remote::key::{ObjectName, VERSIONS};
 
-use crate::objects::{Entry, Objects, Result, StoreError};
+use crate::objects::{Entry, Objects};
+use crate::store_error::{Result, StoreError};
 
 /// Most objects that are removed in one call.
 const BATCH: usize = 1000;

@@ -9,6 +9,7 @@ pub mod check;
 mod cloud;
 pub mod contents;
 mod directory;
+pub mod finding;
 pub mod gc;
 mod location;
 pub mod measure;
@@ -21,6 +22,7 @@ mod redact;
 mod redis;
 mod renewals;
 mod sealed;
+mod store_error;
 mod unusable;
 
 use std::path::Path;
@@ -30,13 +32,13 @@ use std::time::Duration;
 use undercroft_core::remote::RemoteConfig;
 
 pub use body::Body;
-pub use check::advice;
 pub use contents::describe;
 pub use location::{Location, LocationError, Scheme};
 pub use mooncake::set_python;
-pub use objects::{Entry, Objects, Result, StoreError};
+pub use objects::{Entry, Objects};
 pub use pool::{Health, LastResult, Pool};
 pub use receiver::Receiver;
+pub use store_error::{Result, StoreError, advice};
 
 /// The settings of a store besides its URL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

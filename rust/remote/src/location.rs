@@ -2,8 +2,11 @@
 
 use std::fmt;
 
-use crate::mooncake::MooncakePlace;
 use crate::redact::{redacted, redacted_url};
+
+mod mooncake;
+
+pub(crate) use mooncake::MooncakePlace;
 
 /// The kinds of stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

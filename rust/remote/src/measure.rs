@@ -16,9 +16,10 @@ use undercroft_core::remote::{
 };
 
 use crate::body::Body;
-use crate::objects::{Objects, Result, StoreError};
+use crate::objects::Objects;
 use crate::pool::Pool;
-use crate::receiver::{Receiver, out_of_arena};
+use crate::receiver::Receiver;
+use crate::store_error::{Result, StoreError, out_of_arena};
 
 /// Number of probes. Their median time is reported.
 const PROBES: usize = 21;

@@ -6,7 +6,6 @@
 
 mod buffer;
 mod helper;
-mod place;
 mod protocol;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,14 +14,14 @@ use std::time::{Duration, Instant, SystemTime};
 use undercroft_core::remote::RemoteError;
 
 use crate::body::{Body, Chunk};
-use crate::check::{Finding, Status};
-use crate::location::{Location, LocationError};
-use crate::objects::{Entry, Objects, Result, StoreError};
-use crate::receiver::{Receiver, out_of_arena};
+use crate::finding::{Finding, Status};
+use crate::location::{Location, LocationError, MooncakePlace};
+use crate::objects::{Entry, Objects};
+use crate::receiver::Receiver;
+use crate::store_error::{Result, StoreError, out_of_arena};
 use buffer::{BUFFER_BYTES, Buffer, Slot};
 use helper::Helper;
 pub use helper::set_python;
-pub(crate) use place::MooncakePlace;
 use protocol::{Answer, Request, Start};
 
 /// Most calls at a time. The helper carries them out one after the other: over TCP, concurrent calls are slower.

@@ -16,10 +16,11 @@ use undercroft_core::remote::{
 };
 
 use crate::body::Body;
-use crate::objects::{Objects, Result, StoreError};
+use crate::objects::Objects;
 use crate::receiver::Receiver;
 use crate::renewals::{Copied, Renewals};
 use crate::sealed::seal_object;
+use crate::store_error::{Result, StoreError};
 
 /// Longest wait of a pool's drop for calls that may still access the arena.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);
@@ -32,7 +33,7 @@ const REMOVALS_MAX: usize = 64;
 
 /// Work for one thread.
 #[derive(Debug)]
-enum Work {
+enum ThreadWork {
     Request(RemoteRequest),
     /// Removes a corrupt object, after the completion of the get that has found it.
     Remove(String),
@@ -40,7 +41,7 @@ enum Work {
     Renew(String, Copied),
 }
 
-impl Work {
+impl ThreadWork {
     /// Whether the work counts to the writes' share of the threads.
     fn is_write(&self) -> bool {
         use RemoteRequest::{Get, Probe};
@@ -63,15 +64,15 @@ struct Queue {
 
 impl Queue {
     /// The next work. `writes_max` is the writes' share of the threads.
-    fn take(&mut self, writes_max: usize) -> Option<Work> {
+    fn take(&mut self, writes_max: usize) -> Option<ThreadWork> {
         let read = self.probes.pop_front().or_else(|| self.gets.pop_front());
-        let mut work = read.map(Work::Request);
+        let mut work = read.map(ThreadWork::Request);
         if work.is_none() && self.writes_running < writes_max {
-            let removal = self.removals.pop_front().map(Work::Remove);
-            let write = removal.or_else(|| self.puts.pop_front().map(Work::Request));
+            let removal = self.removals.pop_front().map(ThreadWork::Remove);
+            let write = removal.or_else(|| self.puts.pop_front().map(ThreadWork::Request));
             work = write.or_else(|| {
                 let (path, copied) = self.renewals.pop_front()?;
-                Some(Work::Renew(path, copied))
+                Some(ThreadWork::Renew(path, copied))
             });
             self.writes_running += usize::from(work.is_some());
         }
@@ -80,21 +81,21 @@ impl Queue {
     }
 
     /// Adds what follows a get.
-    fn add(&mut self, work: Work) {
+    fn add(&mut self, work: ThreadWork) {
         match work {
-            Work::Request(_) => unreachable!("requests are submitted"),
-            Work::Remove(path) if self.removals.len() < REMOVALS_MAX => {
+            ThreadWork::Request(_) => unreachable!("requests are submitted"),
+            ThreadWork::Remove(path) if self.removals.len() < REMOVALS_MAX => {
                 self.removals.push_back(path);
             }
-            Work::Remove(_) => {}
+            ThreadWork::Remove(_) => {}
             // The room for copies limits the renewals.
-            Work::Renew(path, copied) => self.renewals.push_back((path, copied)),
+            ThreadWork::Renew(path, copied) => self.renewals.push_back((path, copied)),
         }
     }
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SharedPool {
     objects: Arc<dyn Objects>,
     arena: Arc<Arena>,
     /// The cipher, if payloads are encrypted.
@@ -131,7 +132,7 @@ struct Results {
 /// A [`RemoteStore`] over a store's calls.
 #[derive(Debug)]
 pub struct Pool {
-    shared: Arc<Shared>,
+    shared: Arc<SharedPool>,
     threads: Vec<JoinHandle<()>>,
     reads_in_flight: usize,
     puts_in_flight: usize,
@@ -151,7 +152,7 @@ pub enum Health {
 
 /// Reads the results of a pool's last operations, for the operator.
 #[derive(Clone, Debug)]
-pub struct LastResult(Arc<Shared>);
+pub struct LastResult(Arc<SharedPool>);
 
 impl LastResult {
     /// The result of the last operation, or the reason why the store takes no writes.
@@ -193,7 +194,7 @@ impl Pool {
     ) -> std::io::Result<Self> {
         let threads = objects.parallel();
         let renewals = Renewals::new(objects.renew_rate());
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SharedPool {
             objects,
             arena,
             cipher,
@@ -305,7 +306,7 @@ impl Drop for Pool {
     }
 }
 
-impl Shared {
+impl SharedPool {
     fn lock(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -320,7 +321,7 @@ impl Shared {
             let is_write = work.is_write();
             let mut after = None;
             let done = match work {
-                Work::Request(request) => {
+                ThreadWork::Request(request) => {
                     let (token, is_put) = (
                         request.token(),
                         matches!(request, RemoteRequest::Put { .. }),
@@ -334,12 +335,12 @@ impl Shared {
                     let result = result.map_err(|error| error.kind);
                     Some(RemoteCompletion { token, result })
                 }
-                Work::Remove(path) => {
+                ThreadWork::Remove(path) => {
                     // Without the permission to remove it, the object is removed when it is old.
                     contained(|| self.objects.delete(&[path]).ok());
                     None
                 }
-                Work::Renew(path, copied) => {
+                ThreadWork::Renew(path, copied) => {
                     self.renew(&path, &copied);
                     None
                 }
@@ -370,7 +371,7 @@ impl Shared {
         }
     }
 
-    fn next(&self) -> Option<Work> {
+    fn next(&self) -> Option<ThreadWork> {
         let mut queue = self.lock();
         loop {
             if self.stop.load(Ordering::Relaxed) {
@@ -385,7 +386,11 @@ impl Shared {
     }
 
     /// Carries out a request. `after` gets the work that follows the completion.
-    fn carry_out(&self, request: RemoteRequest, after: &mut Option<Work>) -> Result<RemoteDone> {
+    fn carry_out(
+        &self,
+        request: RemoteRequest,
+        after: &mut Option<ThreadWork>,
+    ) -> Result<RemoteDone> {
         match request {
             RemoteRequest::Probe { keys, .. } => {
                 let paths: Vec<String> = keys.iter().map(|key| self.path(key)).collect();
@@ -407,8 +412,10 @@ impl Shared {
                 let kept = receiver.take_kept();
                 let sums = got.and_then(|()| receiver.finish());
                 *after = match &sums {
-                    Ok(_) => kept.map(|copied| Work::Renew(path, copied)),
-                    Err(error) if error.kind == RemoteError::Corrupt => Some(Work::Remove(path)),
+                    Ok(_) => kept.map(|copied| ThreadWork::Renew(path, copied)),
+                    Err(error) if error.kind == RemoteError::Corrupt => {
+                        Some(ThreadWork::Remove(path))
+                    }
                     Err(_) => None,
                 };
                 sums.map(RemoteDone::Got)

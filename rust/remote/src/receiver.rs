@@ -17,9 +17,9 @@ use undercroft_core::remote::{
     ENCRYPTED_VERSION, Expected, REMOTE_VERSION, RemoteError, RemotePart,
 };
 
-use crate::objects::{Result, StoreError};
 use crate::renewals::{Copied, Renewals};
 use crate::sealed::{Unsealing, sealed};
+use crate::store_error::{Result, StoreError, out_of_arena};
 
 /// A file is read in pieces of this size in bytes: its checksum is computed while a piece is in the processor's cache.
 const PIECE: u64 = 512 << 10;
@@ -461,8 +461,4 @@ impl Segment<'_> {
         }
         Ok(self.sums)
     }
-}
-
-pub(crate) fn out_of_arena(range: undercroft_core::arena::OutOfBounds) -> StoreError {
-    StoreError::new(RemoteError::Unreachable, range)
 }

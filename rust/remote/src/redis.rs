@@ -3,6 +3,7 @@
 //!
 //! User and password come from the environment (`REDIS_USERNAME`, `REDIS_PASSWORD`) or a file (`REDIS_PASSWORD_FILE`).
 
+mod address;
 mod connection;
 mod servers;
 mod slots;
@@ -18,13 +19,15 @@ use undercroft_core::remote::segment::SEGMENT_ALIGN;
 
 use crate::Options;
 use crate::body::Body;
-use crate::check::{Finding, Status};
 use crate::directory::seconds_between;
+use crate::finding::{Finding, Status};
 use crate::location::{Location, LocationError, Scheme, is_this_machine};
-use crate::objects::{Entry, Objects, Result, StoreError};
+use crate::objects::{Entry, Objects};
 use crate::receiver::Receiver;
+use crate::store_error::{Result, StoreError};
+use address::{Address, STALL};
 use connection::{Access, LIST, SHORT, TOO_LONG};
-use servers::{Address, Keyed, STALL, Servers};
+use servers::{Keyed, Servers};
 
 /// Most calls at a time. A server carries out one command at a time, so more connections only share its network.
 const PARALLEL: usize = 8;

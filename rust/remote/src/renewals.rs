@@ -20,11 +20,11 @@ pub(crate) struct Renewals {
     /// Most bytes a second, 0 for no limit; `None` if nothing is renewed.
     #[cfg(feature = "s3")]
     rate: Option<u64>,
-    state: Mutex<State>,
+    state: Mutex<RenewalState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct RenewalState {
     copies: usize,
     bytes: u64,
     /// By the rate, no further object is copied before this time.
@@ -34,7 +34,7 @@ struct State {
     paused_until: Option<Instant>,
 }
 
-impl State {
+impl RenewalState {
     fn is_paused(&self, now: Instant) -> bool {
         self.paused_until.is_some_and(|until| now < until)
     }
@@ -100,7 +100,7 @@ impl Renewals {
         self.lock().paused_until = Some(now + PAUSE);
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, RenewalState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -11,8 +11,7 @@ use undercroft_core::remote::{
 };
 use undercroft_core::secret::{SecretBytes, clear};
 
-use crate::objects::{Result, StoreError};
-use crate::receiver::out_of_arena;
+use crate::store_error::{Result, StoreError, out_of_arena};
 
 /// Begins the associated data of payloads in a remote store, so that it differs from that of every slot on disk.
 const PLACE: &[u8] = b"remote";

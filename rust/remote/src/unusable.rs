@@ -4,8 +4,9 @@ use undercroft_core::remote::RemoteError;
 
 use crate::body::Body;
 use crate::location::{Location, LocationError, Scheme};
-use crate::objects::{Entry, Objects, Result, StoreError};
+use crate::objects::{Entry, Objects};
 use crate::receiver::Receiver;
+use crate::store_error::{Result, StoreError};
 
 /// The environment of a process does not change.
 const ADVICE: &str = "correct this and start vLLM again; `undercroft doctor --remote URL` tells whether the store can be \

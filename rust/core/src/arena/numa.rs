@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use super::region::{ARENA_ALIGN, HUGE_PAGE};
+use super::{ARENA_ALIGN, HUGE_PAGE};
 
 /// Bits of a mask of nodes: as many nodes as Linux can have.
 pub(super) const MASK_BITS: u64 = 1024;

@@ -7,8 +7,8 @@ use std::thread::JoinHandle;
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
-use super::numa;
-use super::region::{ARENA_ALIGN, Arena, HUGE_PAGE};
+use super::region::Arena;
+use super::{ARENA_ALIGN, HUGE_PAGE, numa};
 
 /// How much the background thread populates in one step, in bytes.
 const PREFAULT_STEP: u64 = 64 << 20;

@@ -23,17 +23,11 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::numa;
+use super::{ARENA_ALIGN, HUGE_PAGE, numa};
 use crate::checksum::{RunningChecksum, checksum};
 use crate::fork::Unshared;
 use crate::memory;
 use crate::size::Bytes;
-
-/// The size of an arena is a multiple of this, in bytes.
-pub const ARENA_ALIGN: u64 = 4096;
-
-/// The size of a transparent huge page, in bytes. A mapping has to be aligned to this size to have huge pages.
-pub(super) const HUGE_PAGE: u64 = 2 << 20;
 
 /// Why an arena could not be made or mapped.
 #[derive(Debug, thiserror::Error)]

@@ -51,7 +51,7 @@ pub struct Ended {
 }
 
 #[derive(Debug)]
-struct Job {
+struct CopyJob {
     id: u64,
     pieces: Arc<[Piece]>,
     /// The first piece that no thread has taken.
@@ -63,8 +63,8 @@ struct Job {
 
 #[derive(Debug, Default)]
 struct CopierState {
-    loads: VecDeque<Job>,
-    saves: VecDeque<Job>,
+    loads: VecDeque<CopyJob>,
+    saves: VecDeque<CopyJob>,
     ended: Vec<Ended>,
     closing: bool,
 }
@@ -78,7 +78,7 @@ struct Slice {
 }
 
 impl CopierState {
-    fn queue(&mut self, direction: Direction) -> &mut VecDeque<Job> {
+    fn queue(&mut self, direction: Direction) -> &mut VecDeque<CopyJob> {
         match direction {
             Direction::Load => &mut self.loads,
             Direction::Save => &mut self.saves,
@@ -92,7 +92,7 @@ impl CopierState {
     }
 
     fn take_from(&mut self, direction: Direction) -> Option<Slice> {
-        let waiting = |job: &&mut Job| job.next < job.pieces.len();
+        let waiting = |job: &&mut CopyJob| job.next < job.pieces.len();
         let job = self.queue(direction).iter_mut().find(waiting)?;
         let start = job.next;
         let mut bytes = 0;
@@ -242,7 +242,7 @@ impl Copier {
                 state.ended.push(Ended { job, seconds: 0.0 });
                 continue;
             }
-            state.queue(direction).push_back(Job {
+            state.queue(direction).push_back(CopyJob {
                 id: job,
                 pieces: pieces.into(),
                 next: 0,
@@ -436,7 +436,7 @@ mod tests {
             (2, Direction::Save),
             (3, Direction::Load),
         ] {
-            state.queue(direction).push_back(Job {
+            state.queue(direction).push_back(CopyJob {
                 id,
                 pieces: [piece(id as usize - 1)].into(),
                 next: 0,

@@ -13,17 +13,11 @@ use super::format::{
     BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, Superblock, SuperblockError, namespace_offset,
 };
 use super::holder::holder;
-use super::open::failed;
+use super::names::{DATA, LOCK, SUPER, SUPER_NEW, TABLE, TABLE_NEW, failed};
 use crate::error::StoreError;
 use crate::fork::Unshared;
 use crate::io::{check_own_file, open_file};
 
-pub(super) const SUPER: &str = "super";
-const SUPER_NEW: &str = "super.new";
-pub(super) const TABLE: &str = "table";
-pub(super) const TABLE_NEW: &str = "table.new";
-pub(super) const DATA: &str = "data";
-pub(super) const LOCK: &str = "lock";
 /// Begins the name of the directory in which a store of another format version is set aside.
 const ASIDE: &str = "format-";
 

@@ -5,9 +5,9 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::files::{TABLE, TABLE_NEW, open_to_write, put_in_place};
+use super::files::{open_to_write, put_in_place};
 use super::format::{BLOCK_BYTES, PLACEHOLDER, PLACEHOLDERS_SHARE, RECORD_BYTES, Record};
-use super::open::failed;
+use super::names::{TABLE, TABLE_NEW, failed};
 use crate::error::StoreError;
 use crate::slots::SLOT_ALIGN;
 

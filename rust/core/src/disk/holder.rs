@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::files::LOCK;
+use super::names::LOCK;
 
 /// The process that holds the lock of an open lock file, of those that this process may examine: `named` if it is that
 /// one. `None` if there is none: the holder may be in another container, or may have ended meanwhile.

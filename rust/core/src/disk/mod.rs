@@ -12,6 +12,7 @@ mod holder;
 mod holes;
 pub mod inspect;
 mod latency;
+mod names;
 pub mod open;
 mod ordered;
 pub mod portable;

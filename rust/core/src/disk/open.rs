@@ -13,11 +13,12 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
+use super::files::Found;
 use super::files::{self, open_for_io, open_to_read, open_to_write, read_file, read_superblock};
-use super::files::{DATA, Found, LOCK, SUPER, TABLE};
 use super::fit_table::fit_table;
 use super::format::{BLOCK_BYTES, FORMAT_VERSION, NAMESPACES_MAX, Superblock, namespace_offset};
 use super::holes::{fill_holes, space_of};
+use super::names::{DATA, LOCK, SUPER, TABLE, failed};
 use super::space::{Filesystem, KeptFiles, Sizing, short_of_space, size};
 use super::way;
 use crate::disk::{DeviceImage, Table};
@@ -224,23 +225,6 @@ pub struct Contents {
     pub data: File,
     /// Size of the data file.
     pub data_bytes: u64,
-}
-
-pub(super) fn failed<'a>(
-    path: &'a Path,
-    action: &'static str,
-) -> impl FnOnce(std::io::Error) -> StoreError + 'a {
-    move |source| StoreError::Io {
-        path: path.to_owned(),
-        action,
-        hint: match source.kind() {
-            std::io::ErrorKind::PermissionDenied => "; give this user read and write access to it",
-            std::io::ErrorKind::ReadOnlyFilesystem => "; mount the filesystem writable",
-            std::io::ErrorKind::StorageFull => "; free space there, or lower disk_capacity",
-            _ => "",
-        },
-        source,
-    }
 }
 
 /// Opens a directory for an engine. Makes a store if the directory is missing or empty; `store_id` names it.

@@ -10,7 +10,7 @@ use crate::error::StoreError;
 use crate::size::Bytes;
 use crate::slots::{PAGE_BYTES_MAX, SLOT_ALIGN, page_bytes_for, region_for};
 
-use super::files::{DATA, SUPER, TABLE};
+use super::names::{DATA, SUPER, TABLE};
 
 /// Smallest `disk_capacity`, in bytes.
 pub const CAPACITY_MIN: u64 = 16 << 20;

@@ -9,9 +9,10 @@ use crate::slots::slot_offset;
 
 use super::coordinator::Engine;
 use super::ensure::ensure;
+use super::ids::SessionId;
 use super::operations::Purpose;
 use super::residency::LeaseCounts;
-use super::sessions::{SessionId, TransferKind};
+use super::sessions::TransferKind;
 
 /// A payload in the tiers.
 #[derive(Clone, Copy, Debug)]

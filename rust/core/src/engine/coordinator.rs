@@ -13,6 +13,7 @@ use super::clear::Clearing;
 use super::config::EngineConfig;
 use super::explain::LastLookups;
 use super::hints::Hints;
+use super::ids::{RequestId, SessionId, TransferKey};
 use super::load::id_of;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
@@ -21,10 +22,9 @@ use super::pins::Pins;
 use super::planner::Planner;
 use super::promotions::{PromotionEnd, Promotions};
 use super::remote::Remote;
-use super::requests::RequestId;
 use super::residency::{Moves, Residency};
 use super::retention::Retention;
-use super::sessions::{SessionId, Sessions, TransferKey};
+use super::sessions::Sessions;
 use super::writeback::WriteBack;
 
 /// The engine. See the module's description.

@@ -14,7 +14,7 @@ use crate::key::NamespaceDigest;
 use crate::session::{BlockEvent, BlockEvents};
 
 use super::coordinator::Engine;
-use super::sessions::SessionId;
+use super::ids::SessionId;
 
 /// Events that one call takes from a feed's ring at most.
 pub(super) const EVENTS_MAX: usize = 512;

@@ -7,8 +7,8 @@ use crate::session::{Lookup, LookupRequest, Tokens};
 use crate::work;
 
 use super::coordinator::Engine;
-use super::requests::{RequestId, RequestState};
-use super::sessions::SessionId;
+use super::ids::{RequestId, SessionId};
+use super::requests::RequestState;
 
 /// Bytes of a request's id that are kept.
 const NAME_BYTES: usize = 72;
@@ -22,7 +22,7 @@ const OTHERS: usize = 8;
 
 /// A lookup that was answered.
 #[derive(Clone, Copy, Debug)]
-struct Record {
+struct LookupRecord {
     name: [u8; NAME_BYTES],
     name_bytes: u8,
     loaded: bool,
@@ -45,7 +45,7 @@ struct Record {
 /// The last lookups that were answered.
 #[derive(Debug)]
 pub(super) struct LastLookups {
-    ring: Vec<Record>,
+    ring: Vec<LookupRecord>,
     records: usize,
     /// Number of lookups noted since the start, which is the position of the next lookup.
     next: u64,
@@ -62,7 +62,7 @@ impl LastLookups {
         }
     }
 
-    fn at(&self, position: u64) -> Option<&Record> {
+    fn at(&self, position: u64) -> Option<&LookupRecord> {
         let is_kept = position < self.next && self.next - position <= self.ring.len() as u64;
         is_kept.then(|| &self.ring[self.index(position)])
     }
@@ -73,7 +73,7 @@ impl LastLookups {
 
     /// The position and the place of the record to write: the record at `known` if the ring still has it, else the
     /// oldest record.
-    fn place(&mut self, known: Option<u64>) -> (u64, &mut Record) {
+    fn place(&mut self, known: Option<u64>) -> (u64, &mut LookupRecord) {
         let position = known.filter(|&known| self.at(known).is_some());
         let position = position.unwrap_or_else(|| {
             self.next += 1;
@@ -81,7 +81,7 @@ impl LastLookups {
         });
         let index = self.index(position);
         if index == self.ring.len() {
-            self.ring.push(Record::EMPTY);
+            self.ring.push(LookupRecord::EMPTY);
         }
         (position, &mut self.ring[index])
     }
@@ -287,7 +287,7 @@ impl Engine {
         (found, None)
     }
 
-    fn told(&self, position: u64, record: &Record) -> Explained {
+    fn told(&self, position: u64, record: &LookupRecord) -> Explained {
         let age_s = |since_ns: u64| self.now_ns.saturating_sub(since_ns) / 1_000_000_000;
         let missing = match record.missing {
             0 => String::new(),
@@ -329,12 +329,12 @@ impl Engine {
     /// Most bytes that explanations take: the records of the last lookups, and the entries of blocks that left the
     /// tiers.
     pub fn explain_bytes(&self) -> u64 {
-        let ring = self.lookups.records * size_of::<Record>();
+        let ring = self.lookups.records * size_of::<LookupRecord>();
         ring as u64 + self.residency.departures.bytes()
     }
 }
 
-impl Record {
+impl LookupRecord {
     const EMPTY: Self = Self {
         name: [0; NAME_BYTES],
         name_bytes: 0,

@@ -12,10 +12,10 @@ use crate::metrics::Counters;
 use crate::session::{Lookup, LookupRequest, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
+use super::ids::{RequestId, SessionId};
 use super::lookup::LookupCursor;
 use super::pins::PinSpec;
-use super::requests::{RequestId, RequestState};
-use super::sessions::SessionId;
+use super::requests::RequestState;
 
 /// Prefetches that hints have under way at most.
 const PREFETCHES_MAX: usize = 64;
@@ -47,7 +47,7 @@ pub struct HintCursor {
 
 /// The hash blocks of a prompt that a hint is about.
 #[derive(Clone, Copy, Debug)]
-struct Reach {
+struct HintReach {
     ns: NsId,
     /// Number of these hash blocks that are in the index.
     depth: u32,
@@ -131,13 +131,13 @@ impl Engine {
         self.namespaces.digest(ns).to_hex()
     }
 
-    fn reach_of(&self, ns: NsId, request: &HintRequest<'_>) -> Reach {
+    fn reach_of(&self, ns: NsId, request: &HintRequest<'_>) -> HintReach {
         let spec = self.residency.spec(ns);
         let most = request.max.0 / spec.hash_block_size;
         let most = most.min(u32::try_from(request.hashes.len()).unwrap_or(u32::MAX));
         let end = (1..=most).rev().find(|&depth| spec.may_end(depth));
         let found = self.residency.deepest(ns, request.hashes, |_| true);
-        Reach {
+        HintReach {
             ns,
             depth: found.map_or(0, |(_, depth)| depth.min(most)),
             hash_block_size: spec.hash_block_size,
@@ -148,7 +148,7 @@ impl Engine {
     fn pin_chain(
         &mut self,
         hashes: &dyn HashSource,
-        reach: Reach,
+        reach: HintReach,
         spec: PinSpec<'_>,
     ) -> HintAnswer {
         if self.pins.budget() == 0 {
@@ -164,7 +164,7 @@ impl Engine {
         }
     }
 
-    fn start_demotion(&mut self, hashes: &dyn HashSource, reach: Reach) -> HintAnswer {
+    fn start_demotion(&mut self, hashes: &dyn HashSource, reach: HintReach) -> HintAnswer {
         let last = reach
             .depth
             .checked_sub(1)
@@ -187,7 +187,7 @@ impl Engine {
         &mut self,
         session: SessionId,
         request: &HintRequest<'_>,
-        reach: Reach,
+        reach: HintReach,
         cursor: &mut HintCursor,
     ) -> Option<HintAnswer> {
         if cursor.name.is_empty() {

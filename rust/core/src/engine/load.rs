@@ -9,8 +9,8 @@ use crate::session::{
 };
 
 use super::coordinator::Engine;
-use super::requests::RequestId;
-use super::sessions::{SessionId, TransferKey, TransferKind, TransferState};
+use super::ids::{RequestId, SessionId, TransferKey};
+use super::sessions::{TransferKind, TransferState};
 
 impl Engine {
     /// Begins the load of `external` tokens after `computed`, see

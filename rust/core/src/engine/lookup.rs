@@ -9,18 +9,17 @@ use crate::key::HashSource;
 use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
+use super::ids::{RequestId, SessionId};
 use super::plans::Reads;
 use super::promotions::PromotionEnd;
-use super::requests::RequestId;
 use super::residency::Residency;
-use super::sessions::SessionId;
 
 /// Promotions that one lookup may start before it is answered: payloads may be evicted or lost again and again.
 const PROMOTIONS_MAX: u32 = 3;
 
 /// A lookup's question in hash blocks.
 #[derive(Clone, Copy, Debug)]
-struct Span {
+struct SearchSpan {
     /// Computed tokens: the device has their hash blocks.
     computed: u32,
     /// Number of whole hash blocks among the computed tokens.
@@ -35,7 +34,7 @@ struct Span {
     is_planned: bool,
 }
 
-impl Span {
+impl SearchSpan {
     /// Where a hit begins, and the number of which its end is a multiple.
     fn bounds(&self) -> (u32, u32) {
         (self.local, self.align)
@@ -311,7 +310,7 @@ impl Engine {
         cursor: &mut LookupCursor,
     ) -> Option<Lookup> {
         let hash_block_size = self.residency.hash_block_size(ns);
-        let span = Span {
+        let span = SearchSpan {
             computed: request.computed.0,
             local: request.computed.0 / hash_block_size,
             align: self.sessions.alignment_of(id) / hash_block_size,
@@ -410,7 +409,7 @@ impl Engine {
         &mut self,
         id: RequestId,
         top: NodeId,
-        span: &Span,
+        span: &SearchSpan,
         (priority, least): (Priority, u32),
     ) -> Option<Reason> {
         if !self.plans_reads(id, top, span, priority) {
@@ -426,7 +425,13 @@ impl Engine {
 
     /// Whether to read the payloads of a hit at `top` from disk. If the search does not reach the end of the part that
     /// is in the arena, this part counts as read, too.
-    fn plans_reads(&mut self, id: RequestId, top: NodeId, span: &Span, priority: Priority) -> bool {
+    fn plans_reads(
+        &mut self,
+        id: RequestId,
+        top: NodeId,
+        span: &SearchSpan,
+        priority: Priority,
+    ) -> bool {
         let (residency, nodes_max) = (&self.residency, self.config.visits);
         let in_host = residency.boundary_within(top, span.bounds(), true, nodes_max);
         let ends = (in_host.unwrap_or(span.local), residency.node(top).depth);
@@ -441,7 +446,7 @@ impl Engine {
     }
 
     /// Why no hit ends at or above `top`, even with reads from disk.
-    fn why_no_end(&self, top: NodeId, span: &Span) -> Reason {
+    fn why_no_end(&self, top: NodeId, span: &SearchSpan) -> Reason {
         if !span.is_worth(self.residency.node(top).depth) {
             return Reason::TooFew;
         }
@@ -466,7 +471,7 @@ impl Engine {
     fn next_end(
         &self,
         top: NodeId,
-        span: &Span,
+        span: &SearchSpan,
         cursor: &mut LookupCursor,
     ) -> Option<Option<NodeId>> {
         let (residency, nodes_max) = (&self.residency, self.config.visits);

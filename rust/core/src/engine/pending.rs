@@ -4,8 +4,8 @@ use crate::forest::NsId;
 use crate::session::{Lookup, Priority, Tokens};
 
 use super::coordinator::Engine;
+use super::ids::SessionId;
 use super::requests::RequestState;
-use super::sessions::SessionId;
 
 impl Engine {
     /// The answer [`Lookup::Pending`], if [`Engine::lookup`] would return it again. Changes nothing, so that

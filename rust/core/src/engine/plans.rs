@@ -4,10 +4,11 @@ use crate::forest::DeviceIndex;
 use crate::session::{PromotionWait, Step, Tokens};
 
 use super::coordinator::Engine;
+use super::ids::{RequestId, SessionId};
 use super::planner::{MEASURE_AFTER_NS, Prompt, Reading, Reason, Stop};
 use super::promotions::front;
-use super::requests::{Promotion, RequestId, RequestState};
-use super::sessions::{LoadPromise, SessionId};
+use super::requests::{Promotion, RequestState};
+use super::sessions::LoadPromise;
 
 /// The planner's inputs for a request, and its decisions. Tokens count from the start of the prompt.
 #[derive(Clone, Copy, Debug, Default)]

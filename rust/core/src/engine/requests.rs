@@ -6,17 +6,13 @@ use crate::forest::{NONE, NodeId};
 use crate::session::{Priority, PromotionWait, Tokens};
 
 use super::explain::Answered;
+use super::ids::{RequestId, SessionId};
 use super::planner::ReadShare;
 use super::plans::Planned;
 use super::promotions::QueuePlace;
 use super::remote::RemoteShare;
 use super::residency::Residency;
-use super::sessions::SessionId;
-
-slotmap::new_key_type! {
-    /// One request's lookup.
-    pub(super) struct RequestId;
-}
+use super::save_cursor::BlockOffers;
 
 /// The lookups of all sessions.
 pub(super) type Requests = SlotMap<RequestId, RequestState>;
@@ -50,15 +46,6 @@ pub(super) struct RequestState {
     pub(super) offers: BlockOffers,
     /// Why the last answer has no more tokens.
     pub(super) answered: Answered,
-}
-
-/// Which blocks of a request the policies have weighed for a save.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct BlockOffers {
-    /// Hash blocks, from the first, that were offered to the policies.
-    pub(super) offered: u32,
-    /// Depth of the block that a policy did not admit, or 0: no block below it is saved.
-    pub(super) not_admitted: u32,
 }
 
 impl RequestState {

@@ -1,7 +1,7 @@
 //! Resets, which drop everything of a namespace durably, and the private sessions that follow them.
 
 use super::coordinator::Engine;
-use super::sessions::SessionId;
+use super::ids::SessionId;
 use crate::forest::NsId;
 use crate::metrics::Order;
 use crate::namespace::NamespaceSpec;

@@ -12,11 +12,11 @@ use crate::namespace::GroupKind;
 use crate::session::{Extent, Offer, SaveRequest, TransferId, append_extents};
 
 use super::coordinator::Engine;
+use super::ids::{RequestId, SessionId, TransferKey};
 use super::load::id_of;
-use super::requests::{BlockOffers, RequestId};
 use super::residency::Region;
-use super::save_cursor::{Gaps, Offers, SaveCursor};
-use super::sessions::{SaveTransfer, SessionId, TransferKey, TransferKind, TransferState};
+use super::save_cursor::{BlockOffers, Gaps, Offers, SaveCursor};
+use super::sessions::{SaveTransfer, TransferKind, TransferState};
 
 /// The slots that a worker copies to.
 #[derive(Clone, Debug, PartialEq, Eq)]

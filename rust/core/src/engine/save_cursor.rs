@@ -3,7 +3,14 @@
 use crate::forest::{NodeId, NsId};
 use crate::session::Offer;
 
-use super::requests::BlockOffers;
+/// Which blocks of a request the policies have weighed for a save.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct BlockOffers {
+    /// Hash blocks, from the first, that were offered to the policies.
+    pub(super) offered: u32,
+    /// Depth of the block that a policy did not admit, or 0: no block below it is saved.
+    pub(super) not_admitted: u32,
+}
 
 /// The progress of a save.
 #[derive(Debug)]

@@ -6,9 +6,9 @@ use crate::namespace::GroupKind;
 use crate::session::{Extent, Tokens, TransferId};
 
 use super::coordinator::Engine;
+use super::ids::{RequestId, SessionId};
 use super::load::id_of;
-use super::requests::RequestId;
-use super::sessions::{SessionId, TransferKind, TransferState};
+use super::sessions::{TransferKind, TransferState};
 
 /// The places of the payloads of a hit, listed from the end of the hit to its beginning.
 #[derive(Clone, Debug)]

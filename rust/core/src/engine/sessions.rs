@@ -8,17 +8,11 @@ use crate::forest::{NONE, NodeId, NsId};
 use crate::session::{SessionSpec, Tokens};
 
 use super::explain::Answered;
+use super::ids::{RequestId, SessionId, TransferKey};
 use super::plans::Planned;
 use super::remote::RemoteShare;
-use super::requests::{BlockOffers, RequestId, RequestPromotions, RequestState, Requests};
-use super::save_cursor::SaveCursor;
-
-slotmap::new_key_type! {
-    /// One client's use of one namespace.
-    pub struct SessionId;
-    /// A load or a save under way.
-    pub(super) struct TransferKey;
-}
+use super::requests::{RequestPromotions, RequestState, Requests};
+use super::save_cursor::{BlockOffers, SaveCursor};
 
 /// A client's session.
 #[derive(Debug)]

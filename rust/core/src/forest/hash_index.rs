@@ -23,12 +23,12 @@ pub(super) struct HashIndex {
     directory: Vec<u32>,
     bits: u32,
     segments: Vec<Segment>,
-    keys: Keys,
+    keys: TagKeys,
 }
 
 /// The seed that makes positions unpredictable, even for clients that choose the hashes.
 #[derive(Clone, Copy, Debug)]
-struct Keys([u64; WORDS + 1]);
+struct TagKeys([u64; WORDS + 1]);
 
 /// The two halves of a product: each depends on every bit of both factors.
 fn fold(left: u64, right: u64) -> u64 {
@@ -37,7 +37,7 @@ fn fold(left: u64, right: u64) -> u64 {
     product as u64 ^ (product >> 64) as u64
 }
 
-impl Keys {
+impl TagKeys {
     /// The tag of a node's key, by all of its bytes: a client may choose its block hashes.
     fn tag(&self, ns: NsId, hash: &BlockHash) -> Tag {
         let mut words = [0; WORDS];
@@ -68,7 +68,7 @@ impl HashIndex {
             directory: vec![0],
             bits: 0,
             segments: vec![Segment::new(0, 0)],
-            keys: Keys(keys),
+            keys: TagKeys(keys),
         }
     }
 

@@ -20,7 +20,7 @@ pub(super) fn is_many(pieces: usize, bytes: u64) -> bool {
 /// several writes at once.
 #[derive(Debug)]
 pub(super) struct Batch {
-    held: VecDeque<Held>,
+    held: VecDeque<HeldWrite>,
     /// Writes that the device may have at a time.
     most: usize,
     moving: usize,
@@ -29,7 +29,7 @@ pub(super) struct Batch {
 
 /// A write: the number of its operation, and how many pieces it has.
 #[derive(Clone, Copy, Debug)]
-struct Held {
+struct HeldWrite {
     index: u16,
     pieces: u16,
     bytes: u32,
@@ -48,7 +48,7 @@ impl Batch {
 
     /// Takes a write.
     pub(super) fn push(&mut self, index: u16, pieces: u16, bytes: u32) {
-        self.held.push_back(Held {
+        self.held.push_back(HeldWrite {
             index,
             pieces,
             bytes,

@@ -83,7 +83,7 @@ impl RawLoop {
                 "the arena is smaller than the transfers in flight",
             ));
         }
-        let mut run = Run {
+        let mut run = RawRun {
             options: *self,
             pieces,
             ring,
@@ -104,7 +104,7 @@ impl RawLoop {
     }
 }
 
-struct Run {
+struct RawRun {
     options: RawLoop,
     pieces: u32,
     ring: Ring,
@@ -122,7 +122,7 @@ struct RawBlock {
     pieces: Vec<Progress>,
 }
 
-impl Run {
+impl RawRun {
     fn run(&mut self, mut order: impl Iterator<Item = u64>) -> io::Result<()> {
         for index in 0..self.options.depth {
             let Some(slot) = order.next() else { break };

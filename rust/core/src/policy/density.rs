@@ -13,7 +13,7 @@ const KEEP: f64 = 0.95;
 /// Weight of the prior in a hazard estimate, in block-ticks.
 const PRIOR: f64 = 0.1;
 
-type Table = [[f64; BUCKETS]; CLASSES];
+type ClassTable = [[f64; BUCKETS]; CLASSES];
 
 /// The bucket of an age in ticks.
 pub(super) fn bucket(age: u64) -> usize {
@@ -45,10 +45,10 @@ fn width(bucket: usize) -> f64 {
 /// Hits, exposure and the density that follows from them.
 #[derive(Debug)]
 pub(super) struct Density {
-    hits: Table,
+    hits: ClassTable,
     /// Block-ticks that blocks spent in each class and bucket, remembered blocks included.
-    exposure: Table,
-    density: Table,
+    exposure: ClassTable,
+    density: ClassTable,
 }
 
 impl Density {

@@ -23,6 +23,8 @@ use crate::stats::StatsSource;
 use service::{Service, Terms};
 
 mod admission;
+mod answers;
+mod connection;
 mod leaving;
 mod peer;
 mod queue;

@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 use undercroft_core::fork::Unshared;
 use undercroft_core::session::SessionToken;
 
-use super::queue::AccountId;
-use super::service::End;
+use super::connection::{AccountId, End};
 use crate::budget::Budget;
 use crate::descriptors::{self, Closer};
 use crate::dialect::Dialect;

@@ -9,8 +9,8 @@ use std::time::Duration;
 use rustix::time::{ClockId, clock_gettime};
 use slotmap::SlotMap;
 
+use super::connection::{AccountId, ConnectionId};
 use super::peer::Peer;
-use super::service::ConnectionId;
 
 /// Largest advantage, in time, of a process without work for a long time.
 const CREDIT: Duration = Duration::from_millis(1);
@@ -21,10 +21,6 @@ const DEBT: Duration = Duration::from_millis(1);
 
 /// Least price of a turn: the clock of some kernels stands still for milliseconds.
 const PRICE_MIN: Duration = Duration::from_micros(1);
-
-slotmap::new_key_type! {
-    pub(super) struct AccountId;
-}
 
 /// The processor time of the calling thread.
 pub(super) fn processor_time() -> Duration {

@@ -17,7 +17,8 @@ use undercroft_core::fork::Unshared;
 use undercroft_core::memory;
 use undercroft_core::session::{SessionSpec, SessionToken};
 
-use super::admission::{describe, hand_over};
+use super::answers::{describe, hand_over};
+use super::connection::{ConnectionId, End, PAUSE};
 use super::leaving::{LeavingWorkers, process_of};
 use super::peer::{Filled, Peer, READ_BYTES, Role};
 use super::queue::{FairQueue, processor_time};
@@ -25,10 +26,10 @@ use super::{Served, ServerControl};
 use crate::budget::Budget;
 use crate::descriptors::Closer;
 use crate::dialect::{self, Dialect};
-use crate::frame::{self, ATTACH_BODY_BYTES, FrameError, FrameKind, HEADER_BYTES};
+use crate::frame::{self, ATTACH_BODY_BYTES, FrameKind, HEADER_BYTES};
 use crate::orders::Caller;
 use crate::protocol::{ClientMessage, ServerMessage};
-use crate::sessions::{ANSWERS_MAX, ServedSessions, Violation};
+use crate::sessions::{ANSWERS_MAX, ServedSessions};
 use crate::stats::Report;
 
 /// Most connections, if the process may have enough descriptors. Further connections are closed at once.
@@ -53,20 +54,12 @@ const SILENCE_MAX: Duration = Duration::from_secs(10);
 const INBOX_LIMIT: u64 = 64 << 20;
 const INBOX_FLOOR: u64 = 768 << 10;
 
-/// Interval of the search for silent connections, and pause of the listener after accepting has
-/// failed.
-pub(super) const PAUSE: Duration = Duration::from_secs(1);
-
 /// How often the deadlines of pending lookups are checked.
 const TICK: Duration = Duration::from_millis(5);
 
 /// With more pending lookups than this, the engine is asked about them at most once in [`CROWD_INTERVAL`].
 const CROWD: usize = 64;
 const CROWD_INTERVAL: Duration = Duration::from_millis(2);
-
-slotmap::new_key_type! {
-    pub(super) struct ConnectionId;
-}
 
 /// The terms on which connections are served.
 #[derive(Clone, Copy, Debug)]
@@ -114,33 +107,6 @@ pub(super) struct Service {
     answered_at: Instant,
     /// Whether the engine must be asked again soon.
     answers_due: bool,
-}
-
-/// Why a connection is closed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
-    Closed,
-    /// A worker copies no more, or has not taken the arena.
-    LetGo,
-    Refused,
-    Malformed,
-    /// The peer has another version of the protocol.
-    Version(u16),
-}
-
-impl From<Violation> for End {
-    fn from(_: Violation) -> Self {
-        Self::Malformed
-    }
-}
-
-impl From<FrameError> for End {
-    fn from(error: FrameError) -> Self {
-        match error {
-            FrameError::Version(version) => Self::Version(version),
-            _ => Self::Malformed,
-        }
-    }
 }
 
 impl Service {

@@ -16,7 +16,8 @@ use undercroft_core::io::{IoEngineChoice, open_io_engine};
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{SessionToken, Tokens};
 
-use super::service::{End, Service, Terms};
+use super::connection::End;
+use super::service::{Service, Terms};
 use super::{Served, Server, ServerControl, SocketLocation};
 use crate::descriptors::Closer;
 use crate::descriptors::tests::lingering;

@@ -6,7 +6,7 @@ use std::time::Instant;
 use undercroft_core::arena::{ARENA_ALIGN, Arena};
 use undercroft_core::remote::RemoteError;
 
-use crate::objects::{Result, StoreError};
+use crate::store_error::{Result, StoreError};
 
 /// Size of the memory in bytes. Pages that no object has used are not allocated.
 pub(super) const BUFFER_BYTES: u64 = 256 << 20;

@@ -22,7 +22,7 @@ use undercroft_core::remote::RemoteError;
 
 use super::buffer::Slot;
 use super::protocol::{Answer, Numbered, Request, Start};
-use crate::objects::{Result, StoreError};
+use crate::store_error::{Result, StoreError};
 
 /// A process that has not answered a request for this time is ended.
 const HUNG: Duration = Duration::from_secs(10);
@@ -61,7 +61,7 @@ struct Pending {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct HelperState {
     pending: HashMap<u64, Pending>,
     /// Slots of transfers that failed.
     held: Vec<Slot>,
@@ -76,7 +76,7 @@ struct State {
 #[derive(Debug)]
 pub(super) struct Helper {
     socket: Mutex<Unshared<UnixStream>>,
-    state: Mutex<State>,
+    state: Mutex<HelperState>,
     /// Notified when the process is ready or has failed, and when it has ended.
     change: Condvar,
     /// The process. The thread that waits for its end locks it.

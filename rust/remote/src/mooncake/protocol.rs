@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use undercroft_core::remote::RemoteError;
 
-use crate::objects::{Result, StoreError};
+use crate::store_error::{Result, StoreError};
 
 const FULL: &str = "lend the store more memory: start mooncake_client on more machines, or add segment=16GiB to the URL";
 const NO_WHEEL: &str = "install Mooncake's client beside undercroft: pip install mooncake-transfer-engine, or \

@@ -11,7 +11,7 @@ use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use undercroft_core::fork::Unshared;
 
-use super::servers::{Address, STALL};
+use super::address::{Address, STALL};
 
 /// Most bytes of an answer that is a number or a short text.
 pub(super) const SHORT: u64 = 64 << 10;

@@ -7,23 +7,19 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use redis::{Cmd, RedisResult, ServerError, ServerErrorKind, Value};
 use undercroft_core::remote::RemoteError;
 
+use super::address::{Address, STALL};
 use super::connection::{Access, LIST, RedisConnection};
 use super::slots::{Map, ranges, slot};
 use super::store_error;
-use crate::objects::{Result, StoreError};
+use crate::store_error::{Result, StoreError};
 
-/// Longest wait for a connection or for the next bytes.
-pub(super) const STALL: Duration = Duration::from_secs(1);
 /// Most servers to which a command is sent, one after the other, while a cluster moves its key.
 const REDIRECTS: usize = 4;
-
-/// Host and port.
-pub(super) type Address = (String, u16);
 
 /// A command and its key.
 pub(super) struct Keyed {
@@ -55,7 +51,7 @@ struct Server {
 }
 
 #[derive(Default)]
-struct State {
+struct MapState {
     map: Option<Arc<Map>>,
     /// Whether the map may be outdated.
     is_stale: bool,
@@ -67,7 +63,7 @@ pub(super) struct Servers {
     /// The servers of the URL.
     named: Vec<Address>,
     access: Arc<Access>,
-    state: Mutex<State>,
+    state: Mutex<MapState>,
     /// Locked by the caller that reads the map anew. Other callers use the old map meanwhile.
     learning: Mutex<()>,
     /// Index of the server to ask first for the map. A server that did not answer is not asked first.
@@ -290,7 +286,7 @@ impl Servers {
         Arc::clone(server)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, MapState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use redis::Value;
 
-use super::servers::Address;
+use super::address::Address;
 
 /// Slots of a cluster.
 const SLOTS: u16 = 16_384;

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use undercroft_core::remote::{RemoteDone, RemoteError};
-use undercroft_remote::check::{Status, check};
+use undercroft_remote::check::check;
+use undercroft_remote::finding::Status;
 use undercroft_remote::{Health, Location, Options, set_python};
 
 use crate::child::{child, free_port, url_of_parent};

@@ -17,7 +17,7 @@ use slotmap::SecondaryMap;
 use crate::metrics::Gauges;
 use crate::session::Step;
 
-use super::sessions::SessionId;
+use super::ids::SessionId;
 use model::Model;
 use plan::{Wait, Way};
 

@@ -1,6 +1,6 @@
 //! The times of one vLLM: its steps, and the copies of its workers.
 
-use super::super::sessions::SessionId;
+use super::super::ids::SessionId;
 use super::Reading;
 use super::line::{COPIES, Line};
 use super::plan::{self, Wait, Way};

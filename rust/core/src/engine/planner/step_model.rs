@@ -26,12 +26,12 @@ const TERMS: usize = 4;
 
 /// Sums over steps, from which least squares follow.
 #[derive(Clone, Copy, Debug, Default)]
-struct Sums {
+struct StepSums {
     products: [[f64; TERMS]; TERMS],
     times: [f64; TERMS],
 }
 
-impl Sums {
+impl StepSums {
     fn add(&mut self, terms: [f64; TERMS], ns: f64, weight: f64) {
         for (row, &term) in terms.iter().enumerate() {
             for (column, &other) in terms.iter().enumerate() {
@@ -46,8 +46,8 @@ impl Sums {
 /// `s0 + c1 tokens + c2 positions + c3 decodes` nanoseconds, none of them negative.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StepModel {
-    prefills: Sums,
-    decodes: Sums,
+    prefills: StepSums,
+    decodes: StepSums,
     /// Nanoseconds for a step, for 1,000 tokens, for a million positions, and for 100 decodes.
     factors: [f64; TERMS],
     prefill_steps: u32,
@@ -62,8 +62,8 @@ pub(super) struct StepModel {
 impl Default for StepModel {
     fn default() -> Self {
         Self {
-            prefills: Sums::default(),
-            decodes: Sums::default(),
+            prefills: StepSums::default(),
+            decodes: StepSums::default(),
             factors: PRIOR,
             prefill_steps: 0,
             chunk: 1,

@@ -1,6 +1,7 @@
 //! How many bytes of the arena promotions may hold until they are loaded.
 
-use super::super::requests::{Promotion, RequestId, RequestPromotions};
+use super::super::ids::RequestId;
+use super::super::requests::{Promotion, RequestPromotions};
 
 /// The bytes that promotions hold or have reserved.
 ///

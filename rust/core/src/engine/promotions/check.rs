@@ -5,7 +5,8 @@ use std::collections::{HashMap, HashSet};
 use crate::forest::NodeId;
 
 use super::super::ensure::ensure;
-use super::super::requests::{RequestId, Requests};
+use super::super::ids::RequestId;
+use super::super::requests::Requests;
 use super::Promotions;
 
 impl Promotions {

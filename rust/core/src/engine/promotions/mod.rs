@@ -15,9 +15,10 @@ use crate::metrics::Counters;
 use crate::session::Priority;
 use crate::work;
 
+use super::ids::RequestId;
 use super::parts::EngineParts;
 use super::planner::Rates;
-use super::requests::{Promotion, RequestId, RequestPromotions, Requests, Verified};
+use super::requests::{Promotion, RequestPromotions, Requests, Verified};
 use super::residency::{PromotionPlan, Residency};
 use budget::PromotionBudget;
 use probes::Probe;

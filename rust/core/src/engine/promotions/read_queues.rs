@@ -2,10 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use super::super::ids::RequestId;
 use crate::forest::DeviceIndex;
 use crate::session::Priority;
-
-use super::super::requests::RequestId;
 
 /// The queue in which a request waits (by priority, device or checksums), and its place there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

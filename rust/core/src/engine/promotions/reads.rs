@@ -6,9 +6,9 @@ use crate::session::Priority;
 use crate::slots::slot_offset;
 use crate::work;
 
+use super::super::ids::RequestId;
 use super::super::operations::Purpose;
 use super::super::parts::EngineParts;
-use super::super::requests::RequestId;
 use super::super::residency::Residency;
 use super::super::sealed::sealed_transfer;
 use super::read_queues::QueuePlace;

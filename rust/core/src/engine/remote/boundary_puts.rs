@@ -6,8 +6,9 @@ use crate::work;
 
 use super::super::parts::EngineParts;
 use super::Remote;
+use super::offers::Waiting;
 use super::pieces::{Piece, of_boundary};
-use super::puts::{Hold, Turn, Waiting};
+use super::puts::{Hold, Turn};
 use super::recent::fingerprint;
 use super::spaces::Space;
 

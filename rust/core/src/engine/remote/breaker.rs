@@ -7,7 +7,7 @@ const PAUSE_NS: u64 = 1_000_000_000;
 const PAUSE_MAX_NS: u64 = 60 * PAUSE_NS;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum BreakerState {
     /// The store answers; the last `failures` requests in a row have failed.
     Closed { failures: u32 },
     /// Nothing is sent before `until_ns`.
@@ -20,7 +20,7 @@ enum State {
 /// closes the breaker.
 #[derive(Debug)]
 pub(super) struct Breaker {
-    state: State,
+    state: BreakerState,
     /// A trial that takes longer has failed.
     limit_ns: u64,
 }
@@ -28,29 +28,29 @@ pub(super) struct Breaker {
 impl Breaker {
     pub(super) fn new(limit_ns: u64) -> Self {
         Self {
-            state: State::Closed { failures: 0 },
+            state: BreakerState::Closed { failures: 0 },
             limit_ns,
         }
     }
 
     /// Whether the breaker is closed: the store answers, as far as is known.
     pub(super) fn is_closed(&self) -> bool {
-        matches!(self.state, State::Closed { .. })
+        matches!(self.state, BreakerState::Closed { .. })
     }
 
     /// Whether a request may be sent now.
     pub(super) fn allows(&self, now_ns: u64) -> bool {
         match self.state {
-            State::Closed { .. } => true,
-            State::Open { until_ns, .. } => now_ns >= until_ns,
-            State::Trial { .. } => false,
+            BreakerState::Closed { .. } => true,
+            BreakerState::Open { until_ns, .. } => now_ns >= until_ns,
+            BreakerState::Trial { .. } => false,
         }
     }
 
     /// A request is sent.
     pub(super) fn sent(&mut self, now_ns: u64) {
-        if let State::Open { pause_ns, .. } = self.state {
-            self.state = State::Trial {
+        if let BreakerState::Open { pause_ns, .. } = self.state {
+            self.state = BreakerState::Trial {
                 since_ns: now_ns,
                 pause_ns,
             };
@@ -59,7 +59,7 @@ impl Breaker {
 
     /// Ends a trial that takes too long: a trial that never ends must not keep the breaker open for ever.
     pub(super) fn look(&mut self, now_ns: u64) {
-        if let State::Trial { since_ns, .. } = self.state
+        if let BreakerState::Trial { since_ns, .. } = self.state
             && now_ns >= since_ns.saturating_add(self.limit_ns)
         {
             self.failed(now_ns);
@@ -68,25 +68,25 @@ impl Breaker {
 
     /// The store has answered a request.
     pub(super) fn succeeded(&mut self) {
-        self.state = State::Closed { failures: 0 };
+        self.state = BreakerState::Closed { failures: 0 };
     }
 
     /// A request has failed, or takes too long. Returns whether the breaker opens.
     pub(super) fn failed(&mut self, now_ns: u64) -> bool {
         let pause_ns = match self.state {
-            State::Closed { failures } if failures + 1 < FAILURES_MAX => {
-                self.state = State::Closed {
+            BreakerState::Closed { failures } if failures + 1 < FAILURES_MAX => {
+                self.state = BreakerState::Closed {
                     failures: failures + 1,
                 };
                 return false;
             }
-            State::Closed { .. } => PAUSE_NS,
-            State::Trial { pause_ns, .. } => (2 * pause_ns).min(PAUSE_MAX_NS),
+            BreakerState::Closed { .. } => PAUSE_NS,
+            BreakerState::Trial { pause_ns, .. } => (2 * pause_ns).min(PAUSE_MAX_NS),
             // The request was sent before the breaker opened.
-            State::Open { .. } => return false,
+            BreakerState::Open { .. } => return false,
         };
         let until_ns = now_ns.saturating_add(pause_ns);
-        self.state = State::Open { until_ns, pause_ns };
+        self.state = BreakerState::Open { until_ns, pause_ns };
         true
     }
 }

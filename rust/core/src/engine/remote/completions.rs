@@ -7,9 +7,9 @@ use crate::remote::{RemoteCompletion, RemoteDone, RemoteError};
 use crate::work;
 
 use super::super::coordinator::Engine;
+use super::super::ids::FlightId;
 use super::super::parts::EngineParts;
 use super::super::planner::RemoteRates;
-use super::flight::FlightId;
 use super::gets::give_up_payloads;
 use super::recent::fingerprint;
 use super::{InFlight, Operation, Remote, count_get, count_put};

@@ -5,15 +5,11 @@ use crate::key::{BlockHash, NamespaceDigest};
 use crate::namespace::NamespaceSpec;
 use crate::remote::ObjectKey;
 
-use super::super::requests::RequestId;
+use super::super::ids::RequestId;
 use super::boundaries::Boundaries;
 use super::pieces::{Piece, last_of};
 use super::search::Search;
 use super::spaces::Space;
-
-slotmap::new_key_type! {
-    pub(in crate::engine) struct FlightId;
-}
 
 /// Objects of one chain, in the order of their gets. With full attention alone they are whole segments, from the first
 /// that the tiers lack; each is usable with the segments before. Where a hit needs windows or states, they are all

@@ -5,10 +5,10 @@ use crate::remote::{Expected, RemotePart, RemoteRequest, SegmentPayload};
 use crate::slots::slot_offset;
 use crate::work;
 
+use super::super::ids::{FlightId, RequestId};
 use super::super::parts::EngineParts;
-use super::super::requests::RequestId;
 use super::super::residency::Residency;
-use super::flight::{Flight, FlightId};
+use super::flight::Flight;
 use super::pieces::Piece;
 use super::recent::fingerprint;
 use super::{ENTRY_HASH_BLOCKS, Operation, Place, Remote};

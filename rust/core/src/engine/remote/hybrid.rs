@@ -6,16 +6,17 @@ use crate::key::BlockHash;
 use crate::namespace::{GroupKind, NamespaceSpec};
 use crate::session::LookupRequest;
 
+use super::super::ids::{FlightId, RequestId};
 use super::super::parts::EngineParts;
-use super::super::requests::RequestId;
 use super::Remote;
 use super::boundaries::Boundaries;
-use super::flight::{Flight, FlightId, question};
+use super::flight::{Flight, question};
 use super::pieces::{Piece, last_of, of_boundary};
+use super::plans::Wanted;
 use super::recent::fingerprint;
 use super::search::{SEGMENTS_MAX, Search};
 use super::spaces::Space;
-use super::waits::{Wanted, read_hashes};
+use super::waits::read_hashes;
 
 /// Nodes that are looked at for the end of the hit that the tiers alone allow.
 const LOCAL_NODES: u32 = 250;

@@ -45,8 +45,8 @@ use crate::session::BlockEvent;
 use crate::work;
 
 use super::coordinator::Engine;
+use super::ids::{FlightId, RequestId};
 use super::parts::EngineParts;
-use super::requests::RequestId;
 use super::residency::Residency;
 use breaker::{Breaker, Window};
 use flight::Flight;
@@ -55,7 +55,6 @@ use recent::Recent;
 use spaces::Spaces;
 use told::Told;
 
-pub(super) use flight::FlightId;
 pub(super) use waits::RemoteShare;
 
 /// Segments that are remembered as being in the store, and for how long, in nanoseconds: the store may evict.

@@ -8,13 +8,21 @@ use crate::work;
 
 use super::super::parts::EngineParts;
 use super::Remote;
-use super::puts::Waiting;
 
 /// Most segments and boundaries that wait to be written.
 const QUEUE_MAX: usize = 1 << 14;
 /// Most hits whose chains are being looked at, and nodes of these chains that an entry looks at.
 const WALKS_MAX: usize = 64;
 const WALK_NODES: usize = 256;
+
+/// The waiting writes.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Waiting {
+    /// The segment that ends at a node.
+    Segment,
+    /// The objects of a hit that ends at a node, without whole segments, from the object `next` on.
+    Boundary { next: usize },
+}
 
 /// A chain on which a request has hit: its segments are collected from the deepest upwards.
 #[derive(Debug)]

@@ -1,20 +1,38 @@
 //! Fetch or compute: which flights begin, and for how long a request waits for one.
 
+use crate::forest::NodeId;
 use crate::session::{LookupRequest, Priority, Tokens};
 
 use super::super::coordinator::Engine;
+use super::super::ids::{FlightId, RequestId};
 use super::super::parts::EngineParts;
 use super::super::planner::{Fetch, Prompt, Reading, Reason, Start, Stop};
-use super::super::requests::{RequestId, RequestState};
+use super::super::requests::RequestState;
 use super::Remote;
-use super::flight::{Flight, FlightId};
+use super::flight::Flight;
 use super::search::FETCHED;
-use super::waits::Wanted;
+use super::spaces::Space;
 
 /// Flights whose bytes count as sent before the bytes of a new flight.
 const AHEAD_MAX: usize = 64;
 /// Segments that are not fetched are noted as left if the store is expected to have at least this part of them.
 const LIKELY: f64 = 0.5;
+
+/// The hash blocks of a prompt that the tiers lack.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wanted {
+    pub(super) space: Space,
+    /// The deepest node of the prompt in the tiers, or `NONE`, and its depth.
+    pub(super) deepest: NodeId,
+    pub(super) found: u32,
+    /// Segments before the first segment that is lacking.
+    pub(super) skipped: u32,
+    /// Number of segments that are lacking; about, with windows or states.
+    pub(super) segments: u32,
+    /// The end of the hit that the tiers alone allow, and the end of the last segment or the last boundary.
+    pub(super) from: u32,
+    pub(super) to: u32,
+}
 
 /// The segments to fetch, of those that a prompt lacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

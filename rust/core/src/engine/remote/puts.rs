@@ -11,7 +11,7 @@ use crate::work;
 
 use super::super::parts::EngineParts;
 use super::super::writeback::WriteBudget;
-use super::offers::Walk;
+use super::offers::{Waiting, Walk};
 use super::pieces::Piece;
 use super::recent::fingerprint;
 use super::spaces::Space;
@@ -21,15 +21,6 @@ use super::{ENTRY_HASH_BLOCKS, Operation, Remote};
 const DROPS_MAX: usize = 64;
 /// How long a store that is full, or denies writes, gets no puts.
 const FULL_NS: u64 = 30_000_000_000;
-
-/// The waiting writes.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Waiting {
-    /// The segment that ends at a node.
-    Segment,
-    /// The objects of a hit that ends at a node, without whole segments, from the object `next` on.
-    Boundary { next: usize },
-}
 
 /// The objects that wait to be written.
 #[derive(Debug)]

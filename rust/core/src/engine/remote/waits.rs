@@ -5,13 +5,14 @@ use crate::key::BlockHash;
 use crate::session::{LookupRequest, PromotionWait, Tokens};
 
 use super::super::coordinator::Engine;
+use super::super::ids::{FlightId, RequestId};
 use super::super::parts::EngineParts;
-use super::super::requests::{RequestId, RequestState};
+use super::super::requests::RequestState;
 use super::super::residency::Residency;
 use super::Remote;
-use super::flight::{Flight, FlightId, question};
+use super::flight::{Flight, question};
 use super::pieces::Piece;
-use super::plans::Fetches;
+use super::plans::{Fetches, Wanted};
 use super::recent::fingerprint;
 use super::search::{SEGMENTS_MAX, Search};
 use super::spaces::Space;
@@ -228,22 +229,6 @@ impl Engine {
             self.counters.remote_hit_tokens += u64::from(end.saturating_sub(from));
         }
     }
-}
-
-/// The hash blocks of a prompt that the tiers lack.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Wanted {
-    pub(super) space: Space,
-    /// The deepest node of the prompt in the tiers, or `NONE`, and its depth.
-    pub(super) deepest: NodeId,
-    pub(super) found: u32,
-    /// Segments before the first segment that is lacking.
-    pub(super) skipped: u32,
-    /// Number of segments that are lacking; about, with windows or states.
-    pub(super) segments: u32,
-    /// The end of the hit that the tiers alone allow, and the end of the last segment or the last boundary.
-    pub(super) from: u32,
-    pub(super) to: u32,
 }
 
 impl Remote {

@@ -18,7 +18,7 @@ pub(in crate::engine) struct LeaseCounts {
 
 /// Sums over all nodes, to compare with the counters.
 #[derive(Debug, Default)]
-struct Sums {
+struct TierSums {
     /// Slots by region: the arena, then the directories.
     slots: Vec<u64>,
     /// Candidates by region, size class, and whether they are leaves.
@@ -46,10 +46,10 @@ impl Residency {
         leases: &LeaseCounts,
         has_failed: bool,
     ) -> Result<(), String> {
-        let mut sums = Sums {
+        let mut sums = TierSums {
             slots: vec![0; 1 + self.disks.len()],
             to_show: self.nodes_to_show().collect(),
-            ..Sums::default()
+            ..TierSums::default()
         };
         for id in self.forest.ids().filter(|&id| self.node(id).is_detached()) {
             let above = sums.detached.entry(self.node(id).parent()).or_default();
@@ -99,7 +99,7 @@ impl Residency {
         firsts.flat_map(move |first| std::iter::successors(Some(first), next))
     }
 
-    fn sum_up(&self, id: NodeId, sums: &mut Sums) {
+    fn sum_up(&self, id: NodeId, sums: &mut TierSums) {
         let node = self.node(id);
         for (group, payload) in (0u8..).zip(node.payloads()) {
             for tier in Tier::ALL {
@@ -121,7 +121,7 @@ impl Residency {
         }
     }
 
-    fn check_tree(&self, id: NodeId, sums: &Sums) -> Result<(), String> {
+    fn check_tree(&self, id: NodeId, sums: &TierSums) -> Result<(), String> {
         let node = self.node(id);
         let found = self.forest.find(node.ns, &node.hash);
         if node.is_detached() {
@@ -244,7 +244,7 @@ impl Residency {
         Ok(())
     }
 
-    fn check_reach(&self, id: NodeId, sums: &Sums) -> Result<(), String> {
+    fn check_reach(&self, id: NodeId, sums: &TierSums) -> Result<(), String> {
         let node = self.node(id);
         let is_to_show = sums.to_show.contains(&id) && !node.is_visible();
         if node.is_detached() || self.is_being_removed(id) || is_to_show {
@@ -322,7 +322,7 @@ impl Residency {
         Ok(())
     }
 
-    fn check_region(&self, region: Region, sums: &Sums) -> Result<(), String> {
+    fn check_region(&self, region: Region, sums: &TierSums) -> Result<(), String> {
         let slots = self.slots(region);
         let expected = sums.slots[region.index()];
         ensure!(

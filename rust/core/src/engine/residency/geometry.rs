@@ -4,8 +4,6 @@ use crate::forest::{DeviceIndex, Tier};
 use crate::namespace::NamespaceSpec;
 use crate::slots::Class;
 
-use super::sweep::Leaving;
-
 /// A region that slots are allocated from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum Region {
@@ -30,6 +28,15 @@ impl Region {
             Self::Disk(_) => Tier::Disk,
         }
     }
+}
+
+/// A namespace that an operator has cleared: its last blocks leave as they become free.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::engine) struct Leaving {
+    /// Number of the order.
+    pub(in crate::engine) order: u64,
+    /// The bytes on disk are erased.
+    pub(in crate::engine) erases: bool,
 }
 
 /// The payloads of one namespace.

@@ -39,11 +39,11 @@ mod unused;
 #[cfg(feature = "check")]
 pub(super) use check::LeaseCounts;
 pub(super) use disk_slots::DiskRefusal;
-pub(super) use geometry::Region;
+pub(super) use geometry::{Leaving, Region};
 pub(super) use hits::PromotionPlan;
 pub(super) use recovery::{Adoption, FoundRecord};
 pub use resizing::TierSize;
 pub use runs::Moves;
 pub(super) use state::Residency;
-pub(super) use sweep::{ClearTotals, Leaving, Sweep};
+pub(super) use sweep::{ClearTotals, Sweep};
 pub(super) use unused::UnusedCursor;

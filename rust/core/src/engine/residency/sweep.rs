@@ -4,16 +4,8 @@ use crate::disk::Disk;
 use crate::forest::{NONE, NodeId, NsId, Tier};
 use crate::work;
 
+use super::geometry::Leaving;
 use super::state::Residency;
-
-/// A namespace that an operator has cleared: its last blocks leave as they become free.
-#[derive(Clone, Copy, Debug)]
-pub(in crate::engine) struct Leaving {
-    /// Number of the order.
-    pub(in crate::engine) order: u64,
-    /// The bytes on disk are erased.
-    pub(in crate::engine) erases: bool,
-}
 
 /// Payloads that an order has taken out of the index, by tier, and their bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

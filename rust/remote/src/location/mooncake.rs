@@ -1,6 +1,6 @@
 //! The parts of a Mooncake store's URL.
 
-use crate::location::{Location, host_and_port};
+use super::{Location, host_and_port};
 
 /// The ports of mooncake_master: its service, and its administration.
 const MASTER_PORT: u16 = 50_051;

@@ -1,0 +1,12 @@
+//! The keys of the engine's tables.
+
+slotmap::new_key_type! {
+    /// One client's use of one namespace.
+    pub struct SessionId;
+    /// A load or a save under way.
+    pub(super) struct TransferKey;
+    /// One request's lookup.
+    pub(super) struct RequestId;
+    /// A fetch of objects from the remote store.
+    pub(super) struct FlightId;
+}
