@@ -28,6 +28,7 @@ LAYERS = (
         "prefetch",
         "secret",
         "size",
+        "tokens",
         "work",
     ),
     ("buddy", "pool"),
