@@ -67,6 +67,32 @@ fn a_save_ends_when_its_namespace_begins_another_life_though_its_index_is_the_sa
 }
 
 #[test]
+fn a_save_ends_when_a_block_far_above_its_end_has_left_the_index() {
+    // A removal reaches the end of the chain after as many entries as there are blocks.
+    let mut engine = Engine::new(EngineConfig {
+        removals: 1,
+        ..EngineConfig::new(1 << 20)
+    });
+    let session = open(&mut engine);
+    let hashes = hashes(8);
+    let first = SaveRequest::new("a", &hashes, Tokens(TOKENS));
+    let above = engine.begin_save(session, &first).transfer.unwrap();
+    let save = SaveRequest::new("a", &hashes, Tokens(8 * TOKENS));
+    let id = engine.start_save(session, &save).unwrap();
+    for _ in 0..5 {
+        let step = engine.step_save(id, &save, STEP);
+        assert!(matches!(step, SaveProgress::More(_)));
+    }
+    engine.end_transfer(above.id, false);
+    assert!(ends(&mut engine, id, &save));
+    engine.end_transfer(id, false);
+    while engine.has_rest() {
+        engine.next_io(1, &mut Vec::new());
+    }
+    assert!(is_unused(&mut engine));
+}
+
+#[test]
 fn a_save_ends_when_the_end_of_its_chain_has_left_the_index() {
     let mut engine = engine();
     let session = open(&mut engine);

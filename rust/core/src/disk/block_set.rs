@@ -80,10 +80,12 @@ mod tests {
         for block in [700, 3, 64, 3, 65] {
             blocks.insert(block);
         }
+        assert_eq!(blocks.len(), 4);
         assert_eq!(
             [65, 65, 9999].map(|block| blocks.remove(block)),
             [true, false, false]
         );
+        assert_eq!(blocks.len(), 3);
         assert_eq!(
             [(); 3].map(|()| blocks.take()),
             [Some(3), Some(64), Some(700)]

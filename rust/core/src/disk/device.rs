@@ -322,14 +322,15 @@ impl Disk {
         records.map(|record| self.slots.owner_of_cell(record))
     }
 
-    /// Number of records in use for payloads, and whether each placeholder has its own record.
+    /// Number of records in use for payloads, and whether each placeholder has its own record and a node that `may_have`
+    /// one.
     #[cfg(feature = "check")]
-    pub(crate) fn records_in_use(&self) -> (usize, bool) {
+    pub(crate) fn records_in_use(&self, may_have: impl Fn(u32) -> bool) -> (usize, bool) {
         let group = PLACEHOLDER;
-        let owned = self
-            .records
-            .nodes()
-            .all(|(node, record)| self.slots.owner_of_cell(record) == Some(Owner { node, group }));
+        let mut nodes = self.records.nodes();
+        let owned = nodes.all(|(node, record)| {
+            self.slots.owner_of_cell(record) == Some(Owner { node, group }) && may_have(node)
+        });
         let used = self.slots.cells_used();
         (used - self.records.nodes().count(), owned)
     }

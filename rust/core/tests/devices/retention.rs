@@ -1,6 +1,6 @@
 //! Payloads that no request uses leave the directories after a time.
 
-use undercroft_core::engine::EngineConfig;
+use undercroft_core::engine::{ClearOrder, ClearWhat, EngineConfig};
 
 use crate::rig::{Rig, SECOND};
 
@@ -109,4 +109,32 @@ fn a_life_with_a_wrong_clock_empties_nothing() {
     wait(&mut rig, 10);
     let rig = rig.restart(life(NOW + 9 * DAY));
     assert_eq!(on_disk(&rig), 0);
+}
+
+#[test]
+fn a_block_above_an_evicted_one_was_used_when_that_one_was() {
+    const HOST: u32 = 16;
+    let config = EngineConfig {
+        unix_at_zero_s: 1_790_000_000,
+        ..EngineConfig::new(u64::from(HOST * PAYLOAD))
+    };
+    let mut rig = Rig::new(config, &[], PAYLOAD);
+    rig.save(1, 2);
+    wait(&mut rig, 3000);
+    assert_eq!(rig.ask(1, 2), Some(2));
+    rig.leave(1, 2);
+    // The last of these takes the place of the deeper block.
+    for number in 2..=u64::from(HOST) {
+        rig.save(number, 1);
+    }
+    assert_eq!(rig.engine.counters().host_evictions, 1);
+    wait(&mut rig, 600);
+    let order = ClearOrder {
+        what: ClearWhat::OlderThan(1800),
+        erase: false,
+    };
+    rig.engine.clear(&order).unwrap();
+    rig.settle();
+    assert_eq!(rig.engine.cleared().host_blocks, 0);
+    assert_eq!(rig.ask(1, 2), Some(1));
 }

@@ -2,7 +2,7 @@
 
 use undercroft_core::engine::EngineConfig;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{SaveRequest, Tokens};
+use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
 
 use crate::rig::{HASH_BLOCK, Rig, prompt};
 
@@ -28,21 +28,24 @@ fn full() -> Rig {
     rig
 }
 
-/// A block of another size is saved, while one directory has no room for operations for so many entries. Returns how
-/// many writes were refused.
-fn refused(held_up: usize, entries: usize) -> u64 {
-    let mut rig = full();
-    let other = NamespaceSpec {
-        description: "another size".to_owned(),
+fn another_model(payload_bytes: u32) -> NamespaceSpec {
+    NamespaceSpec {
+        description: "another model".to_owned(),
         hash_block_size: HASH_BLOCK,
         alignment_tokens: HASH_BLOCK,
         groups: vec![GroupSpec {
             kind: GroupKind::Full,
             block_tokens: HASH_BLOCK,
-            payload_bytes: 2 * PAYLOAD,
+            payload_bytes,
         }],
-    };
-    let session = rig.engine.open_session(other).unwrap();
+    }
+}
+
+/// A block of another size is saved, while one directory has no room for operations for so many entries. Returns how
+/// many writes were refused.
+fn refused(held_up: usize, entries: usize) -> u64 {
+    let mut rig = full();
+    let session = rig.engine.open_session(another_model(2 * PAYLOAD)).unwrap();
     rig.settle();
     let hashes = prompt(1000, 1);
     let save = SaveRequest::new("save", &hashes, Tokens(HASH_BLOCK));
@@ -72,4 +75,36 @@ fn a_write_does_not_wait_for_searches_in_vain_of_one_directory_after_the_other()
             assert_eq!(refused(held_up, entries), 1);
         }
     }
+}
+
+#[test]
+fn a_block_that_found_no_room_is_written_with_the_next_one_when_slots_were_freed() {
+    let config = EngineConfig {
+        seed: 42,
+        ..EngineConfig::new(4 << 20)
+    };
+    let mut rig = Rig::new(config, &[BLOCKS * u64::from(PAYLOAD)], PAYLOAD);
+    let other = rig.engine.open_session(another_model(PAYLOAD)).unwrap();
+    rig.settle();
+    let hashes = prompt(1000, 2);
+    let save = SaveRequest::new("save", &hashes, Tokens(2 * HASH_BLOCK));
+    let granted = rig.engine.begin_save(other, &save).transfer.unwrap();
+    rig.engine.end_transfer(granted.id, true);
+    let question = LookupRequest::new("keep", &hashes);
+    assert!(rig.engine.lookup(other, &question).tokens() > Some(Tokens(0)));
+    for number in 0..BLOCKS - 2 {
+        rig.save(number, 1);
+        rig.settle();
+        assert_eq!(rig.ask(number, 1), Some(1), "the lease keeps it there");
+    }
+    rig.save(7, 1);
+    rig.settle();
+    assert_eq!(rig.engine.counters().refused_disk_full, 1);
+    rig.engine.finish_request(other, "keep");
+    rig.engine.reset(other);
+    rig.settle();
+    assert_eq!(rig.engine.disk_blocks_by_device(), [BLOCKS - 2]);
+    rig.save(7, 2);
+    rig.settle();
+    assert_eq!(rig.engine.disk_blocks_by_device(), [BLOCKS]);
 }

@@ -133,6 +133,30 @@ fn blocks_by_age_go_unless_they_are_used_and_no_restart_finds_them() {
 }
 
 #[test]
+fn old_blocks_in_use_are_pending_and_go_when_their_use_has_ended() {
+    let (_guard, store) = dir();
+    let dirs = [store];
+    let mut rig = Open::new(&dirs).plain();
+    rig.pass(SECOND);
+    rig.save(1, LEN);
+    let (session, hashes) = (rig.session(&MODEL), Model::hashes(1, LEN));
+    let question = LookupRequest::new("r", &hashes);
+    assert!(rig.engine.lookup(session, &question).tokens() > Some(Tokens(0)));
+    rig.pass(3600 * SECOND);
+    let cleared = rig.clear(ClearWhat::OlderThan(1800), false);
+    assert!(
+        cleared.pending > 0 && cleared.disk_blocks == 0,
+        "{cleared:?}"
+    );
+    rig.engine.finish_request(session, "r");
+    rig.pass(2 * SECOND);
+    rig.pump();
+    let cleared = rig.engine.cleared();
+    assert_eq!((cleared.pending, cleared.disk_blocks), (0, u64::from(LEN)));
+    assert_eq!(rig.hit(1, LEN), 0);
+}
+
+#[test]
 fn nothing_of_the_old_blocks_is_left_in_the_files_beside_the_young_ones() {
     for erase in [false, true] {
         let (_guard, store) = dir();

@@ -51,6 +51,12 @@ impl FairQueue {
         self.waiting.is_empty()
     }
 
+    /// Number of accounts.
+    #[cfg(test)]
+    pub(super) fn accounts(&self) -> usize {
+        self.accounts.len()
+    }
+
     /// The account of a new connection: that of its process, `shared`, if the process has other connections.
     pub(super) fn open(&mut self, shared: Option<AccountId>) -> AccountId {
         let new = Account {
@@ -219,7 +225,7 @@ mod tests {
         for (_, peer) in std::mem::take(&mut busy.peers) {
             busy.queue.close(peer.account);
         }
-        assert!(busy.queue.accounts.is_empty());
+        assert_eq!(busy.queue.accounts(), 0);
     }
 
     #[test]

@@ -264,7 +264,7 @@ fn service(dir: &tempfile::TempDir) -> (Service, std::path::PathBuf) {
 }
 
 #[test]
-fn the_connections_of_a_process_have_one_account() {
+fn the_connections_of_a_process_have_one_account_which_ends_with_the_last() {
     let dir = tempfile::tempdir().unwrap();
     let (mut service, path) = service(&dir);
     let _ours = [(); 3].map(|()| connect(&path));
@@ -274,6 +274,12 @@ fn the_connections_of_a_process_have_one_account() {
     let peers = service.connections.values();
     let accounts: HashSet<_> = peers.map(|peer| peer.account).collect();
     assert_eq!(accounts.len(), 1);
+    let ids: Vec<_> = service.connections.keys().collect();
+    for id in ids {
+        assert_eq!(service.queue.accounts(), 1);
+        service.close(id, End::Closed);
+    }
+    assert_eq!(service.queue.accounts(), 0, "the last one is gone");
 }
 
 #[test]

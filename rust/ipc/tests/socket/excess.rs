@@ -534,6 +534,34 @@ fn a_first_message_that_is_too_long_and_too_many_offers_are_not_decoded() {
 }
 
 #[test]
+fn the_memory_of_frames_whose_connections_end_is_given_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("run/s.sock");
+    let rig = Rig::start(&socket, None, 1);
+    let bytes: Vec<u8> = (0..500_000u32)
+        .flat_map(|at| [at.to_le_bytes(); 8].concat())
+        .collect();
+    let mut long = Vec::new();
+    assert!(lookup(1, run(&bytes)).append_to(&mut long));
+    assert!(long.len() > 15 << 20);
+    let client = || {
+        let (raw, _) = Raw::registered(&socket);
+        raw.stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        raw
+    };
+    // Each takes its share of the memory for frames as soon as the header has arrived.
+    for _ in 0..8 {
+        let mut raw = client();
+        raw.stream.write_all(&long[..long.len() / 2]).unwrap();
+        drop(raw);
+        until("the connection has ended", || rig.sessions() == 0);
+    }
+    let mut raw = client();
+    raw.stream.write_all(&long).unwrap();
+    assert!(raw.is_served());
+}
+
+#[test]
 fn a_long_prompt_is_saved_and_loaded_as_a_whole() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("run/s.sock");

@@ -313,6 +313,39 @@ fn a_failed_read_is_a_miss_that_may_be_saved_again() {
 }
 
 #[test]
+fn an_answer_without_the_checksums_of_all_payloads_is_a_miss_and_every_slot_comes_back() {
+    let hashes = chain(&[(1, 64)]);
+    let config = config(256, 8);
+    let mut objects = computed(&config, &hashes);
+    let (mut reader, session) = host(config);
+    let mut random = Random(7);
+    reader.store.faults.short = true;
+    let (tokens, _) = reader.ask(session, "r", &hashes, &mut objects, &mut random);
+    assert_eq!(tokens, 0);
+    reader.enter(|engine| engine.finish_request(session, "r"));
+    reader.run(100, &mut objects, &mut random);
+    reader.check();
+    assert_eq!(
+        reader.save((session, "w"), &chain(&[(20, 256)]), MODEL),
+        256
+    );
+}
+
+#[test]
+fn a_put_may_take_ten_times_as_long_as_a_get() {
+    let (mut objects, mut random) = (crate::store::Objects::default(), Random(8));
+    let (mut writer, session) = host(config(256, 8));
+    writer.save((session, "w"), &chain(&[(1, 64)]), MODEL);
+    writer.store.is_frozen = true;
+    writer.run(9_000, &mut objects, &mut random);
+    assert!(objects.puts > 0);
+    assert_eq!(writer.engine.counters().remote_failures, 0);
+    writer.run(2_000, &mut objects, &mut random);
+    assert!(writer.engine.counters().remote_failures > 0);
+    writer.check();
+}
+
+#[test]
 fn a_full_store_is_left_alone_for_half_a_minute() {
     let hashes = chain(&[(1, 64)]);
     let (mut objects, mut random) = (crate::store::Objects::default(), Random(8));

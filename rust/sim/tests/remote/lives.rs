@@ -84,6 +84,7 @@ impl Life {
             swapped: rate(60),
             evicted: rate(100),
             sealed: rate(100),
+            short: false,
         };
         let mut life = Self {
             hosts: Vec::new(),

@@ -34,6 +34,8 @@ pub(crate) struct Faults {
     pub(crate) evicted: u64,
     /// No key of the host decrypts an object.
     pub(crate) sealed: u64,
+    /// The answer to a get lacks the checksum of the last payload.
+    pub(crate) short: bool,
 }
 
 /// Objects by name, shared by all hosts.
@@ -256,6 +258,10 @@ impl Connection {
                 let is_sealed = random.chance(self.faults.sealed);
                 match get(objects, &key.path(), expect, parts, arena) {
                     Ok(_) if is_sealed => Err(RemoteError::Cipher),
+                    Ok(RemoteDone::Got(mut sums)) if self.faults.short => {
+                        sums.pop();
+                        Ok(RemoteDone::Got(sums))
+                    }
                     got => got,
                 }
             }

@@ -71,6 +71,11 @@ impl Remote {
                 }
             }
         }
+        let mut fetching = self.fetching.values();
+        ensure!(
+            fetching.all(|&get| self.operations.contains_key(get)),
+            "an object counts as being fetched whose get has ended"
+        );
         let windows = [self.get_window.in_flight(), self.put_window.in_flight()];
         ensure!(
             windows == bytes,

@@ -351,10 +351,11 @@ impl Residency {
             }
         }
         if let Region::Disk(device) = region {
-            let (records, owned) = self.disks[device.index()].records_in_use();
+            let may_have = |id| self.forest.is_used(id) && self.node(id).required() == 0;
+            let (records, owned) = self.disks[device.index()].records_in_use(may_have);
             ensure!(
                 owned,
-                "{region:?}: the record of a placeholder belongs to another"
+                "{region:?}: the record of a placeholder belongs to another, or to no node"
             );
             ensure!(
                 records as u64 == expected,
