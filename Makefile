@@ -217,6 +217,7 @@ SOAK_SECONDS ?= 60
 SIM_SECONDS ?= 60
 SOAK_SEED ?= 7
 SOAK_KIND ?=
+SOAK_ALONE ?=
 # Four parts: a server, and a shared directory, each with and without a key.
 SOAK_KILL = SOAK_SECONDS=$$(($(SOAK_SECONDS) / 4)) SOAK_SEED=$(SOAK_SEED) \
 	$(BIN)/python -m pytest -q -s -n 0 tests/unit/test_kill_soak.py
@@ -239,10 +240,11 @@ soak: build soak-sim  ## Simulate new lives, kill the engine's process under loa
 soak-kill: build  ## Kill and stop servers, owners of a directory and clients for SOAK_SECONDS; compare every block
 	$(SOAK_KILL)
 
-# `make soak-engine SOAK_SECONDS=3600 SOAK_KIND="llama windows states drafts"`: so long for each kind.
+# `make soak-engine SOAK_SECONDS=3600 SOAK_KIND="llama windows states drafts"`: so long for each kind. `SOAK_ALONE=1`: vLLM
+# without undercroft, to compare how much memory each keeps.
 .PHONY: soak-engine
 soak-engine: build  ## Random requests, aborts and resets on real engines for SOAK_SECONDS a kind; compare every answer with vLLM's
-	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) SOAK_KIND='$(SOAK_KIND)' \
+	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) SOAK_KIND='$(SOAK_KIND)' SOAK_ALONE=$(SOAK_ALONE) \
 	  $(BIN)/python -m pytest -q -s -n 0 --show-capture=no tests/vllm/test_engine_soak.py
 
 # Routers from elsewhere, in an environment of their own.

@@ -120,14 +120,15 @@ class Answer:
         return ""
 
 
-def start(kind: Kind, root: Path, options: dict[str, Any] | None, **more: Any) -> Engine:
-    """An engine with undercroft, or vLLM without a cache and without drafts if there are no ``options``."""
+def start(kind: Kind, root: Path, options: dict[str, Any] | None, *, plain: bool = False, **more: Any) -> Engine:
+    """An engine with undercroft, or vLLM alone if there are no ``options``. ``plain``: also without a prefix cache and
+    drafts, and with as many blocks as fit."""
     arguments: dict[str, Any] = {"max_model_len": 512, "block_size": kind.block, "max_num_seqs": 8} | kind.engine | more
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if "block_size" in arguments:
         # A prompt is cut into several steps.
         arguments["max_num_batched_tokens"] = 256
-    if options is None:
+    if plain:
         return Engine(kind.model(root), None, enable_prefix_caching=False, **arguments)
     if kind.draft:
         drafts = {
@@ -182,7 +183,7 @@ def _sampling(kind: Kind, chance: random.Random) -> dict[str, Any]:
 def answered(kind: Kind, root: Path, items: Sequence[Item]) -> list[tuple[Item, Answer]]:
     """The requests and what vLLM alone answers. An answer ends before the first token that rounding could decide, so a
     request whose first token is of that kind is left out."""
-    alone = start(kind, root, None, max_num_seqs=4, logprobs_mode="processed_logprobs")
+    alone = start(kind, root, None, plain=True, max_num_seqs=4, logprobs_mode="processed_logprobs")
     greedy = {"temperature": 0, "top_k": 0, "n": 1, "logprobs": 2}
     try:
         params = [one.params(**greedy) for one in items]

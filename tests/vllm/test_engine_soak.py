@@ -2,6 +2,7 @@
 
 `make soak-engine` runs it for `SOAK_SECONDS` a kind of model, from the seed `SOAK_SEED`; `SOAK_KIND` names some kinds.
 The tests of each change take some seconds a kind. The requests follow from the seed; when a copy ends does not.
+`SOAK_ALONE=1` runs vLLM without undercroft, to compare how much memory each keeps.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
 from connector_engine import worker
 from engine_checks import nothing_left, stats
 from mixed_requests import KINDS, Answer, Kind, answered, make_items, start
+from real_engine import Engine
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "8"))
 SEED = int(os.environ.get("SOAK_SEED", "7"))
@@ -30,6 +33,7 @@ if unknown := set(WANTED) - set(KINDS):
     raise ValueError(
         f"SOAK_KIND={' '.join(sorted(unknown))}: give some of {', '.join(KINDS)}, with spaces between them"
     )
+ALONE = os.environ.get("SOAK_ALONE", "") not in ("", "0")
 IS_LONG = SECONDS >= 60
 STUCK_S = 120
 """Most processor time until all requests have ended: a machine that is busy with other work takes longer."""
@@ -45,6 +49,16 @@ FAILURES = ("load_failures", "save_failures", "checksum_failures", "host_checksu
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(SECONDS * 2 + 1200)]
 
 
+class Rest(NamedTuple):
+    """A moment without requests."""
+
+    requests: int
+    """Requests so far."""
+    resident: int
+    """Bytes of the process in memory."""
+    descriptors: int
+
+
 class Soak:
     """One engine under random events."""
 
@@ -56,14 +70,13 @@ class Soak:
         waits = self._chance.choice(["complete", "planned", "best_effort"])
         options = {"host_memory": kind.host_memory, "promotion_wait": waits, "min_load_tokens": 1}
         disk = {"disk_path": str(directory / "disk"), "disk_capacity": kind.disk_capacity}
-        self.one = start(kind, root, options | disk)
-        self._worker = worker()
+        self.one = start(kind, root, None if ALONE else options | disk)
+        self._worker = SimpleNamespace(_collect=None) if ALONE else worker()
         self._collect = self._worker._collect
         self._slow_until = math.inf
         self.live: dict[str, int] = {}
         self.seen: Counter[str] = Counter()
-        self.rests: list[tuple[int, int, int]] = []
-        """At each rest: requests so far, resident bytes, open descriptors."""
+        self.rests: list[Rest] = []
         self._count_preemptions()
         self._events: dict[Callable[[], None], float] = {
             self.sends: 0.18,
@@ -124,6 +137,8 @@ class Soak:
 
     def _loading(self) -> list[str]:
         """The requests whose loads are under way. vLLM puts a number before a name, and adds letters."""
+        if ALONE:
+            return []
         running = self.one.connector._scheduler._loading
         names = {re.sub(r"^\d+_|-\w+$", "", request) for request in running}
         return [name for name in self.live if name in names]
@@ -176,9 +191,12 @@ class Soak:
             self.steps()
             there = self.one.scheduler.requests.values()
             assert time.process_time() < end, f"still there: {[describe(request) for request in there]}"
-        nothing_left(self.one, reset=False)
+        if ALONE:
+            assert self.one.device_blocks_in_use() == 0
+        else:
+            nothing_left(self.one, reset=False)
         gc.collect()
-        self.rests.append((self.seen["sent"], resident_bytes(), len(list(Path("/proc/self/fd").iterdir()))))
+        self.rests.append(Rest(self.seen["sent"], resident_bytes(), len(list(Path("/proc/self/fd").iterdir()))))
 
     def steps(self) -> None:
         """One step of vLLM; the answers that end in it are compared."""
@@ -211,12 +229,18 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def growth(rests: list[tuple[int, int, int]]) -> float:
-    """Bytes that each request has left behind in the later half of the run, from the quietest rests of its parts."""
-    later = [rest for rest in rests if rest[0] >= rests[-1][0] / 2]
-    middle = len(later) // 2
-    begin, end = (min(part, key=lambda rest: rest[1]) for part in (later[:middle], later[middle:]))
-    return (end[1] - begin[1]) / max(1, end[0] - begin[0])
+def quietest(rests: list[Rest], parts: int) -> list[Rest]:
+    """The rest with the least memory of each part of the run."""
+    size = len(rests) / parts
+    cut = (rests[int(part * size) : int((part + 1) * size)] for part in range(parts))
+    return [min(part, key=lambda rest: rest.resident) for part in cut if part]
+
+
+def growth(rests: list[Rest]) -> float:
+    """Bytes that each request has left behind in the later half of the run."""
+    later = quietest([rest for rest in rests if rest.requests >= rests[-1].requests / 2], 2)
+    begin, end = later[0], later[-1]
+    return (end.resident - begin.resident) / max(1, end.requests - begin.requests)
 
 
 @pytest.mark.parametrize("name", WANTED)
@@ -225,17 +249,25 @@ def test_every_answer_is_that_of_vllm_alone_and_nothing_is_left(name: str, model
     soak = Soak(KINDS[name], model_root, tmp_path, SEED)
     try:
         soak.runs(SECONDS)
-        found = stats(soak.one)
-        counters = soak.one.connector._counts.collect().get("counters", {})
-        tiers = {key: found[key] for key in ("host_evictions", "disk_evictions", "disk_reads", "saved_blocks")}
-        print(f"{name}, seed {SEED}, {SECONDS:.0f} s: {dict(soak.seen)}; {tiers}")
-        print(f"rests (requests, bytes, descriptors): {soak.rests[0]}, {soak.rests[-1]}")
-        assert {failure: found[failure] for failure in FAILURES} == dict.fromkeys(FAILURES, 0)
-        assert not counters.get("hook_errors"), counters
+        print(f"{name}, seed {SEED}, {SECONDS:.0f} s{', vLLM alone' * ALONE}: {dict(soak.seen)}")
+        memory = [f"{rest.requests}: {rest.resident / (1 << 20):.1f}" for rest in quietest(soak.rests, 10)]
+        print(f"requests: MiB, {'; '.join(memory)}; {growth(soak.rests):.0f} bytes a request; {soak.rests[-1]}")
+        if not ALONE:
+            nothing_failed(soak.one)
         if IS_LONG:
-            assert found["host_evictions"] and soak.seen["preempted"] and soak.seen["overtaken loads"]
-            assert soak.rests[-1][2] <= soak.rests[1][2], "descriptors are left open"
+            assert soak.seen["preempted"]
+            assert soak.rests[-1].descriptors <= soak.rests[1].descriptors, "descriptors are left open"
+        if IS_LONG and not ALONE:
+            assert stats(soak.one)["host_evictions"] and soak.seen["overtaken loads"]
             if soak.seen["sent"] >= FEW_REQUESTS:
-                assert growth(soak.rests) <= LEAK_BYTES, soak.rests
+                assert growth(soak.rests) <= LEAK_BYTES
     finally:
         soak.one.close()
+
+
+def nothing_failed(one: Engine) -> None:
+    """Neither a transfer nor a hook has failed."""
+    found = stats(one)
+    print({key: found[key] for key in ("host_evictions", "disk_evictions", "disk_reads", "saved_blocks")})
+    assert {failure: found[failure] for failure in FAILURES} == dict.fromkeys(FAILURES, 0)
+    assert not one.connector._counts.collect().get("counters", {}).get("hook_errors")
