@@ -101,6 +101,29 @@ def test_requests_whose_loads_a_reset_overtakes_are_looked_up_again(llama: Path)
         assert found["given_up_loads_reset"] == 1
 
 
+def test_a_reset_of_the_tiers_gives_loads_up_where_vllm_keeps_its_own_cache(llama: Path) -> None:
+    """A running request holds blocks, so vLLM refuses its own part. No block of the tiers reaches the device after the
+    call all the same: the weights may have changed before it."""
+    faults: dict[str, float] = {}
+    with vllm(llama, OPTIONS, random.Random(0), faults=faults) as one:
+        one.add("saved", ids(1), 1)
+        one.run()
+        assert one.scheduler.reset_prefix_cache()
+        faults["delay"] = 1.0
+        one.add("running", ids(2), 12)
+        one.step()
+        one.add("loaded", ids(1), 5)
+        for _ in range(3):
+            one.step()
+        assert list(one.scheduler.connector._scheduler._loading) == ["loaded"]
+        assert one.scheduler.reset_prefix_cache(reset_connector=True) is False
+        faults["delay"] = 0.0
+        at_rest(one)
+        assert one.outputs["loaded"] == continuation(ids(1), 5)
+        assert one.cached["loaded"] == 0
+        assert stats(one)["given_up_loads_reset"] == 1
+
+
 @pytest.fixture(scope="module")
 def reference(llama: Path) -> References:
     """The tokens of a vLLM without any cache."""
