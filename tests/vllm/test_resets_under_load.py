@@ -82,13 +82,18 @@ def test_a_reset_at_every_step_of_loads_and_saves(llama: Path, shape: dict[str, 
     assert overtaken >= 2, "some resets came while loads were under way"
 
 
+def hold_in_the_tiers_only(one: Vllm, faults: dict[str, float]) -> None:
+    """Save a prompt and drop it from the device. Copies are slow from now on."""
+    one.add("saved", ids(1), 1)
+    one.run()
+    assert one.scheduler.reset_prefix_cache()
+    faults["delay"] = 1.0
+
+
 def test_requests_whose_loads_a_reset_overtakes_are_looked_up_again(llama: Path) -> None:
     faults: dict[str, float] = {}
     with vllm(llama, OPTIONS, random.Random(0), faults=faults) as one:
-        one.add("saved", ids(1), 1)
-        one.run()
-        assert one.scheduler.reset_prefix_cache()
-        faults["delay"] = 1.0
+        hold_in_the_tiers_only(one, faults)
         one.add("loaded", ids(1), 5)
         for _ in range(3):
             one.step()
@@ -106,10 +111,7 @@ def test_a_reset_of_the_tiers_gives_loads_up_where_vllm_keeps_its_own_cache(llam
     call all the same: the weights may have changed before it."""
     faults: dict[str, float] = {}
     with vllm(llama, OPTIONS, random.Random(0), faults=faults) as one:
-        one.add("saved", ids(1), 1)
-        one.run()
-        assert one.scheduler.reset_prefix_cache()
-        faults["delay"] = 1.0
+        hold_in_the_tiers_only(one, faults)
         one.add("running", ids(2), 12)
         one.step()
         one.add("loaded", ids(1), 5)
