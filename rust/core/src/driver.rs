@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::checksum;
 use crate::disk::DeviceImage;
-use crate::engine::Engine;
+use crate::engine::{Engine, OperationCount};
 use crate::io::{ChecksumQueue, DeviceFiles, IoCompletion, IoEngine, IoRequest, Waker};
 use crate::panics::contained;
 use crate::remote::{RemoteCompletion, RemoteRequest, RemoteStore};
@@ -41,10 +41,10 @@ const TICK: Duration = match cfg!(test) {
 /// How often the IO thread writes the ages of payloads that were used.
 const TOUCHED: Duration = Duration::from_secs(1);
 
-/// Bytes of payloads in the arena whose checksums are computed before the IO thread polls the device again: while the
-/// device is idle, and while it is busy.
-const SUM_BYTES_IDLE: u32 = 512 << 10;
-const SUM_BYTES_BUSY: u32 = 128 << 10;
+/// Bytes of payloads in the arena whose checksums are computed before the IO thread polls the devices again. Fewer
+/// while reads are in flight, since requests wait for these: some 30 us instead of 120 us.
+const SUM_BYTES: u32 = 512 << 10;
+const SUM_BYTES_READING: u32 = 128 << 10;
 
 /// Gives access to an engine, one entry at a time: a [`Driver`] with its threads, or a simulator.
 /// `None`, or `false`, once the engine is broken.
@@ -353,13 +353,13 @@ fn run(shared: &SharedEngine, mut io: Box<dyn IoEngine>) {
     let mut remote = RemoteTurn::default();
     let mut released = None;
     let mut timeout = Some(Duration::ZERO);
+    let mut in_flight = OperationCount::default();
     loop {
         io.wait(timeout, &mut completions);
-        let is_idle = completions.is_empty();
-        let most = if is_idle {
-            SUM_BYTES_IDLE
+        let most = if in_flight.reads == 0 {
+            SUM_BYTES
         } else {
-            SUM_BYTES_BUSY
+            SUM_BYTES_READING
         };
         checksums.advance(most, &mut completions);
         remote.drain();
@@ -397,7 +397,8 @@ fn run(shared: &SharedEngine, mut io: Box<dyn IoEngine>) {
         }
         // Promotions may have ended without a completion.
         progress |= state.engine.take_progress();
-        let (waits, has_operations) = (state.engine.has_io(), state.engine.has_operations());
+        let waits = state.engine.has_io();
+        in_flight = state.engine.operations();
         let touched = state.engine.has_touched();
         let has_rest = state.engine.has_rest();
         let has_remote_work = state.engine.has_remote_work();
@@ -426,7 +427,7 @@ fn run(shared: &SharedEngine, mut io: Box<dyn IoEngine>) {
             // Requests that could not be started are tried again. A completion ends the wait for a
             // device.
             None if !waits && has_remote_work => Some(RETRY),
-            None if !waits => has_operations.then_some(LOOK),
+            None if !waits => (in_flight.all > 0).then_some(LOOK),
             _ => Some(RETRY),
         };
         if touched && timeout.is_none() {

@@ -184,7 +184,7 @@ impl World {
     /// An engine that reports that it has drained has no pending writes.
     pub(crate) fn check_drained(&mut self) -> Result<(), String> {
         let drained = self.engine.with(|engine| engine.drained());
-        let writes = self.engine.with(|engine| engine.has_operations());
+        let writes = self.engine.with(|engine| engine.operations().all > 0);
         let puts = self.remote.as_ref().map_or(0, SimRemote::puts_in_flight);
         if drained.clean && (writes || drained.queued_bytes > 0 || puts > 0) {
             return Err(format!("clean, and at work: {drained:?}"));

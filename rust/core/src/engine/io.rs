@@ -12,6 +12,15 @@ use super::writeback::table_write_ended;
 /// The cost of a placeholder record, in nodes that are removed.
 const PLACEHOLDER_STEPS: usize = 2;
 
+/// How many operations are in flight, on all devices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OperationCount {
+    /// Reads.
+    pub reads: usize,
+    /// Reads, writes and checksums.
+    pub all: usize,
+}
+
 impl Engine {
     /// Whether [`Engine::next_io`] or [`Engine::next_checksums`] has something to do: IO to start on a device with
     /// room, the rest of a removal, or checksums.
@@ -84,10 +93,17 @@ impl Engine {
         }
     }
 
-    /// Whether operations are in flight. If so, the caller calls [`Engine::next_io`] from time to time even if no
-    /// operation ends: so the engine notices that a device has stopped answering.
-    pub fn has_operations(&self) -> bool {
-        !self.operations.is_empty()
+    /// The operations in flight. While there are some, the caller calls [`Engine::next_io`] from time to time even if
+    /// no operation ends: so the engine notices that a device has stopped answering.
+    pub fn operations(&self) -> OperationCount {
+        let reads = self
+            .residency
+            .devices()
+            .map(|device| self.operations.reads(device));
+        OperationCount {
+            reads: reads.sum(),
+            all: self.operations.len(),
+        }
     }
 
     /// Appends the IO requests that start now: reads before writes, at most `room` of each device. The caller has

@@ -75,6 +75,7 @@ pub use coordinator::Engine;
 pub use drain::Drained;
 pub use hints::HintCursor;
 pub use ids::SessionId;
+pub use io::OperationCount;
 pub use lookup::LookupCursor;
 pub use recover::Recovery;
 pub use residency::{Moves, TierSize};
