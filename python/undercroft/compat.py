@@ -58,6 +58,7 @@ __all__ = [
     "event_hash",
     "event_hasher",
     "event_spec",
+    "free_chunks",
     "group_kind",
     "group_window",
     "hash_lookahead_tokens",
@@ -143,6 +144,15 @@ def device_hit_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int
         return 0
     hit = kv_cache_manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
     return int(hit[1])
+
+
+def free_chunks(offloading_connector: Any) -> int | None:
+    """Chunks for which the host memory of vLLM's offloading has room now, or could make some; None if unknown."""
+    manager = getattr(getattr(offloading_connector, "connector_scheduler", None), "manager", None)
+    primary = getattr(manager, "primary_tier", None)
+    evictable = getattr(primary, "_num_evictable_cache_chunks", None)
+    free = getattr(primary, "_get_num_free_chunks", None)
+    return None if evictable is None or free is None else int(free()) + int(evictable)
 
 
 def provisional_tokens(kv_cache_manager: KVCacheManager) -> int:

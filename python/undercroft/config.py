@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, get_type_hints
 
@@ -352,15 +352,20 @@ class UndercroftConfig:
         *,
         flags: Mapping[str, Any] | None = None,
         place: str = EXTRA_CONFIG,
+        allowed: Collection[str] | None = None,
+        refused: Mapping[str, str] | None = None,
     ) -> UndercroftConfig:
         """Read all options; ``environ`` defaults to the process environment. Raises ConfigError.
 
         ``flags``: texts, or lists of texts, from a command's flags, which win over the other two; ``extra_config`` wins
-        over the environment. ``place``: the origin of ``extra_config`` in messages.
+        over the environment. ``place``: the origin of ``extra_config`` in messages. ``allowed``: the options that have
+        an effect here (default: all). ``refused``: for some of the others the reason, for people; these are refused in
+        the environment, too.
         """
-        flags = flags or {}
+        flags, refused = flags or {}, refused or {}
         environ = os.environ if environ is None else environ
-        known = [option.name for option in OPTIONS]
+        known = [option.name for option in OPTIONS if allowed is None or option.name in allowed]
+        _refuse(extra_config, environ, place, known, refused)
         for key, value in extra_config.items():
             if is_credential(str(key)) and key not in known:
                 raise ConfigError(
@@ -377,21 +382,14 @@ class UndercroftConfig:
         values: dict[str, Any] = {}
         given: set[str] = set()
         for option in OPTIONS:
-            if option.name in flags:
-                value = flags[option.name]
-                is_text = isinstance(value, str)
-                where = f"{option.flag} {without_credentials(value)}"
-            elif option.name in extra_config:
-                value = extra_config[option.name]
-                is_text = False
-                where = f"{option.name} = {without_credentials(value)!r} in {place}"
-            elif environ.get(option.env, "") != "":
-                value = environ[option.env]
-                is_text = True
-                where = f"environment variable {option.env} = {without_credentials(value)!r}"
-            else:
+            if option.name not in known:
                 values[option.name] = option.parse(option.default)
                 continue
+            found = _given(option, flags, extra_config, environ, place)
+            if found is None:
+                values[option.name] = option.parse(option.default)
+                continue
+            value, is_text, where = found
             given.add(option.name)
             try:
                 if is_text:
@@ -412,6 +410,46 @@ class UndercroftConfig:
                 "or server."
             )
         return cls(**values)
+
+
+def _given(
+    option: Option, flags: Mapping[str, Any], extra_config: Mapping[str, Any], environ: Mapping[str, str], place: str
+) -> tuple[Any, bool, str] | None:
+    """The value of an option, whether it is text, and its origin for messages; None if it is not given."""
+    if option.name in flags:
+        value = flags[option.name]
+        return value, isinstance(value, str), f"{option.flag} {without_credentials(value)}"
+    if option.name in extra_config:
+        value = extra_config[option.name]
+        return value, False, f"{option.name} = {without_credentials(value)!r} in {place}"
+    if environ.get(option.env, "") != "":
+        value = environ[option.env]
+        return value, True, f"environment variable {option.env} = {without_credentials(value)!r}"
+    return None
+
+
+def _refuse(
+    extra_config: Mapping[str, Any],
+    environ: Mapping[str, str],
+    place: str,
+    known: Collection[str],
+    refused: Mapping[str, str],
+) -> None:
+    """Raise ConfigError for an option that has no effect here."""
+    for option in OPTIONS:
+        if option.name in known:
+            continue
+        reason = refused.get(option.name)
+        if option.name in extra_config:
+            raise ConfigError(
+                f"undercroft: {option.name} = {extra_config[option.name]!r} in {place} has no effect there"
+                f"{f': {reason}' if reason else ''}. Leave it out. Allowed: {', '.join(known)}."
+            )
+        if reason and environ.get(option.env, "") != "":
+            raise ConfigError(
+                f"undercroft: environment variable {option.env} = {environ[option.env]!r} has no effect with {place}: "
+                f"{reason}. Unset it."
+            )
 
 
 OPTIONS = tuple(

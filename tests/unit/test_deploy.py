@@ -16,7 +16,7 @@ import promql_parser
 import pytest
 import yaml
 
-from undercroft.cli.check_config import read_extra_config
+from undercroft.cli.check_config import read_config
 from undercroft.cli.main import build_parser
 from undercroft.config import OPTIONS, UndercroftConfig
 from undercroft.exporter import HEALTH_TIMEOUT_S
@@ -147,7 +147,7 @@ def test_containers_are_configured_as_vllm_and_serve_take_it() -> None:
         assert ours.keys() <= {option.env for option in OPTIONS}
         UndercroftConfig.parse({}, ours)
         if name.startswith("vllm"):
-            extra = read_extra_config(arguments[arguments.index("--kv-transfer-config") + 1])
+            _, extra = read_config(arguments[arguments.index("--kv-transfer-config") + 1])
             parsed = UndercroftConfig.parse(extra, {})
             alone = name == "vllm-volume"
             assert parsed.server == ("" if alone else "unix:///run/undercroft/serve.sock")

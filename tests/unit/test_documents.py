@@ -55,6 +55,7 @@ FOREIGN = {"AWS_ALLOW_INVALID_CERTIFICATES", "LOAD", "LOOKUP", "SAVE", "PyO3"} |
     "extra_keys",
     "find_longest_cache_hit",
     "gpu_memory_utilization",
+    "kv_offload_tiering_read_bytes",
     "io_uring_enter",
     "io_uring_register",
     "io_uring_setup",
@@ -68,6 +69,8 @@ FOREIGN = {"AWS_ALLOW_INVALID_CERTIFICATES", "LOAD", "LOOKUP", "SAVE", "PyO3"} |
     "swap_blocks_batch",
     "vllm_undercroft_",
 }
+OFFLOADING_KEYS = {"spec_name", "cpu_bytes_to_use", "secondary_tiers", "type", "module_path"}
+"""Keys of vLLM's offloading, which may have undercroft as a tier."""
 FOREIGN_FLAGS = {
     "--offline",
     "--bench",
@@ -218,7 +221,7 @@ def unknown_identifiers(document: str) -> set[str]:
 
 def unknown_options(document: str) -> set[str]:
     """Keys given to the connector, and environment variables, that are no options."""
-    names = {option.name for option in OPTIONS}
+    names = {option.name for option in OPTIONS} | OFFLOADING_KEYS
     keys = {
         key
         for block in re.findall(r'"kv_connector_extra_config":\s*\{([^}]*)\}', text(document))

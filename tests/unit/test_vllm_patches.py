@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig, ParallelConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
@@ -49,8 +50,19 @@ from undercroft.vllm_patches.weights import HARMLESS
 
 PACKAGE = Path(undercroft.__file__).parent
 ARCHITECTURE = PACKAGE.parents[1] / "ARCHITECTURE.md"
+OFFLOAD = "vllm.v1.kv_offload.base"
+OFFLOADING_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 MAY_IMPORT_VLLM = {
     "registration.py": {("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory")},
+    "vllm_tier/stats.py": {
+        (f"{OFFLOADING_CONNECTOR}.metrics", "OffloadingConnectorStats"),
+        *((OFFLOAD, f"Offloading{name}Metadata") for name in ("Counter", "Gauge", "Metric")),
+    },
+    "vllm_tier/tier.py": {
+        *((OFFLOAD, name) for name in ("LookupResult", "Medium", "OffloadKey", "ReqContext")),
+        (OFFLOAD, "RequestOffloadingContext"),
+        *(("vllm.v1.kv_offload.tiering.base", name) for name in ("JobResult", "SecondaryTierManager")),
+    },
     "connector/schemes.py": {
         ("vllm", "envs"),
         ("vllm.config", "set_current_vllm_config"),
@@ -62,7 +74,7 @@ MAY_IMPORT_VLLM = {
         ("vllm.v1.kv_cache_interface", "MLAAttentionSpec"),
     },
 }
-"""The imports from vLLM that other files than compat.py and vllm_patches/ may make: its public interface, and in
+"""The imports from vLLM that other files than compat.py and vllm_patches/ may make: its public interfaces, and in
 schemes.py the names that tell how a version makes hashes and lays out pages."""
 
 CLASS_PLACES: list[tuple[Any, str]] = [
@@ -92,6 +104,7 @@ CLASS_PLACES: list[tuple[Any, str]] = [
     (kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys"),
     (BaseRenderer, "_process_multimodal"),
     (hasher, "_get_image_id_bytes"),
+    (KVConnectorFactory, "create_connector"),
 ]
 BY_NAME = {patch.name.upper(): patch for patch in PATCHES}
 
@@ -335,6 +348,11 @@ def test_an_error_of_ours_reaches_no_caller_of_vllm(monkeypatch: pytest.MonkeyPa
     assert vllm_patches.reconcile_local_hits(manager, fail)
     assert manager.get_computed_blocks_for_connector(object()) == hit
 
+    monkeypatch.setattr(KVConnectorFactory, "create_connector", lambda config, role, kv_cache_config: "made")
+    assert vllm_patches.show_to_tiers(fail)
+    assert KVConnectorFactory.create_connector(config=None, role=None, kv_cache_config=None) == "made"
+    assert vllm_patches.configuration_of_tier() is None
+
     monkeypatch.setattr(app, "init_entrypoints_middleware", lambda args, app: None)
     assert vllm_patches.exempt_requests()
     app.init_entrypoints_middleware(None, object())
@@ -485,6 +503,7 @@ def test_the_places_of_instances_exist() -> None:
     places = {place for patch in PATCHES for place in patch.places}
     wrapped = {f"{owner.__name__.rpartition('.')[2]}.{name}" for owner, name in CLASS_PLACES}
     wrapped |= {"KVCacheManager.get_computed_blocks_for_connector", "BlockPool.reset_prefix_cache"}
+    wrapped |= {place for place in vllm_patches.OFFLOADING_TIERS.places if place.startswith("OffloadingConnector.")}
     set_on_objects = {
         "KVTransferConfig.kv_load_failure_policy",
         "Request.shared_prefix_boundary",

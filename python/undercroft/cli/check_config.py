@@ -14,9 +14,10 @@ from undercroft.cli.output import say
 from undercroft.config import EXTRA_CONFIG, OPTIONS, UndercroftConfig, unknown_environment
 from undercroft.engine import engine_options
 from undercroft.errors import ConfigError, UndercroftError, cause
+from undercroft.registration import CONNECTOR, options_in
 from undercroft.units import format_size
+from undercroft.vllm_tier import options
 
-CONNECTOR = "UndercroftConnector"
 STATUS_TIMEOUT_S = 2.0
 
 
@@ -44,9 +45,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
 
 def run(args: argparse.Namespace) -> int:
     """Print the effect of the configuration. Raises ConfigError if vLLM would not start with it."""
-    extra = {} if args.env else read_extra_config(args.config)
-    config = UndercroftConfig.parse(extra)
-    found = report(config, extra)
+    connector, extra = (CONNECTOR, {}) if args.env else read_config(args.config)
+    configs = options_in(connector, extra)
+    if not configs:
+        raise ConfigError(f'no entry of secondary_tiers has module_path "{options.MODULE}", which is undercroft')
+    tiers = [one for one in extra.get("secondary_tiers", ()) if one.get("module_path") == options.MODULE]
+    found = report(configs[0], tiers[0] if connector != CONNECTOR else extra)
     if args.json:
         output.print_json(found)
     else:
@@ -54,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found["ok"] else 2
 
 
-def read_extra_config(text: str) -> dict[str, Any]:
-    """The options from a text, in any form that the command accepts. Raises ConfigError."""
+def read_config(text: str) -> tuple[str, dict[str, Any]]:
+    """The connector and its options from a text, in any form that the command accepts. Raises ConfigError."""
     if text.startswith("@"):
         try:
             text = Path(text[1:]).expanduser().read_text(encoding="utf-8")
@@ -68,15 +72,18 @@ def read_extra_config(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError("the configuration is no JSON object")
     if "kv_connector" not in value and EXTRA_CONFIG not in value:
-        return value
-    if value.get("kv_connector") != CONNECTOR:
-        raise ConfigError(f'kv_connector is {value.get("kv_connector")!r}; undercroft is "{CONNECTOR}"')
+        return CONNECTOR, value
+    if value.get("kv_connector") not in (CONNECTOR, options.CONNECTOR):
+        raise ConfigError(
+            f'kv_connector is {value.get("kv_connector")!r}; undercroft is "{CONNECTOR}", or a tier of '
+            f'"{options.CONNECTOR}"'
+        )
     if value.get("kv_role") != "kv_both":
         raise ConfigError(f'kv_role is {value.get("kv_role")!r}; undercroft needs "kv_both"')
     extra = value.get(EXTRA_CONFIG, {})
     if not isinstance(extra, dict):
         raise ConfigError(f"{EXTRA_CONFIG} is no JSON object")
-    return extra
+    return str(value.get("kv_connector")), extra
 
 
 def report(config: UndercroftConfig, extra: Mapping[str, Any]) -> dict[str, Any]:

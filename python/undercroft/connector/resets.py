@@ -7,14 +7,31 @@ undercroft share less than it could, but never too much.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from undercroft.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from undercroft.connector.scheduler import SchedulerConnector
+    from undercroft.connector.kv_origin import KvOrigin
+
+
+class Tiers(Protocol):
+    """What resets change: one scheduler's tiers."""
+
+    @property
+    def origin(self) -> KvOrigin:
+        """The origin of the KV on the device."""
+
+    def reset_cache(self) -> bool:
+        """Drop the tiers."""
+
+    def forget_device(self) -> None:
+        """Save none of the blocks that the device holds now."""
+
+    def use_namespace(self, description: str | None) -> None:
+        """Use another namespace from now on; with None a private one."""
 
 
 class Resets:
@@ -22,7 +39,7 @@ class Resets:
 
     def __init__(
         self,
-        scheduler: SchedulerConnector,
+        scheduler: Tiers,
         with_prefix_cache: bool,
         describe_version: Callable[[str], str] | None = None,
     ) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vllm.v1.request import Request
+
     from undercroft._core import Session
-    from undercroft.connector.request_state import RequestState
 
 _UNREPORTED = 16
 """Number of steps without a prefill that are reported together. A lookup reports them earlier."""
@@ -18,12 +19,22 @@ _IN_FLIGHT = 8
 """Most steps in flight. If there are more, vLLM does not report the ends of steps as this class expects."""
 
 
+class Prompt(Protocol):
+    """A request whose steps are counted."""
+
+    request: Request
+    queued_behind: int
+    """Tokens of all prompts that arrived before this request."""
+    uncomputed: int
+    """Tokens of the prompt that are neither computed nor loaded."""
+
+
 class Steps:
     """The steps of one vLLM."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._prefilling: dict[str, RequestState] = {}
+        self._prefilling: dict[str, Prompt] = {}
         """Requests with prompt tokens that are neither computed nor loaded yet."""
         self._arrived = 0
         """Prompt tokens of all requests so far."""
@@ -40,14 +51,14 @@ class Steps:
 
     # Prompts
 
-    def arrived(self, state: RequestState) -> None:
+    def arrived(self, state: Prompt) -> None:
         """A request has arrived."""
         request = state.request
         state.queued_behind, state.uncomputed = self._arrived, request.num_tokens
         self._arrived += request.num_tokens
         self._prefilling[request.request_id] = state
 
-    def computed(self, state: RequestState, tokens: int) -> None:
+    def computed(self, state: Prompt, tokens: int) -> None:
         """The device holds the first ``tokens`` tokens of a prompt, or will hold them at the end of the step."""
         left = max(0, state.request.num_tokens - tokens)
         if left < state.uncomputed:
@@ -56,14 +67,14 @@ class Steps:
             if not left:
                 self._prefilling.pop(state.request.request_id, None)
 
-    def gone(self, state: RequestState) -> None:
+    def gone(self, state: Prompt) -> None:
         """A request has finished."""
         self._done += state.uncomputed
         state.uncomputed = 0
         self._running = max(0, self._running - 1)
         self._prefilling.pop(state.request.request_id, None)
 
-    def queued(self, state: RequestState) -> int:
+    def queued(self, state: Prompt) -> int:
         """Prompt tokens of earlier requests that are not computed yet. Reports the steps so far, since a question to
         the planner follows."""
         if self._last_decodes and not self._running:

@@ -26,20 +26,31 @@ from undercroft.vllm_patches.hit_threshold import reject_requests
 from undercroft.vllm_patches.inputs import MARK, are_named_by_content, mark_media, tell_embeddings_apart
 from undercroft.vllm_patches.lookahead import keep_lookahead_hashes
 from undercroft.vllm_patches.multi_connector import judge_all_hits, recompute_own_failed_loads
+from undercroft.vllm_patches.offloading import configuration_of_tier, show_to_tiers
 from undercroft.vllm_patches.sleep import end_copies_before_sleep
-from undercroft.vllm_patches.table import EMBEDDINGS, HIT_THRESHOLD, PATCHES, Patch, patch_table, problem
+from undercroft.vllm_patches.table import (
+    EMBEDDINGS,
+    HIT_THRESHOLD,
+    OFFLOADING_TIERS,
+    PATCHES,
+    Patch,
+    patch_table,
+    problem,
+)
 from undercroft.vllm_patches.weights import watch_weights
 
 __all__ = [
     "EMBEDDINGS",
     "HIT_THRESHOLD",
     "MARK",
+    "OFFLOADING_TIERS",
     "PATCHES",
     "Patch",
     "after_prefix_cache_reset",
     "are_named_by_content",
     "before_prefix_cache_reset",
     "check_configuration",
+    "configuration_of_tier",
     "count_ranks",
     "end_copies_before_sleep",
     "end_reservations",
@@ -59,6 +70,7 @@ __all__ = [
     "recompute_own_failed_loads",
     "reconcile_local_hits",
     "reject_requests",
+    "show_to_tiers",
     "tell_adapters_apart",
     "tell_embeddings_apart",
     "watch_weights",

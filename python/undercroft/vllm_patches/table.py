@@ -242,6 +242,22 @@ CONFIGURATION = Patch(
     "0.31 to 0.33",
     "A mistake in undercroft's options is found only after the model has been loaded.",
 )
+OFFLOADING_TIERS = Patch(
+    "offloading_tiers",
+    (
+        "KVConnectorFactory.create_connector",
+        "OffloadingConnector.on_new_request",
+        "OffloadingConnector.get_num_new_matched_tokens",
+        "OffloadingConnector.build_connector_meta",
+        "OffloadingConnector.get_kv_connector_stats",
+        "OffloadingConnector.reset_cache",
+    ),
+    "the class, in every process; connectors of vLLM's offloading that have a tier of undercroft",
+    "vLLM shows a tier of its offloading neither its configuration, on which the cache's identity depends, nor prompts "
+    "before their first lookup, nor steps and resets. The wrappers show them to undercroft's tier.",
+    "0.32 to 0.33",
+    "undercroft does not start as a tier of vLLM's offloading.",
+)
 
 PATCHES = (
     HIT_THRESHOLD,
@@ -263,6 +279,7 @@ PATCHES = (
     RANKS,
     SHARED_PREFIX,
     CONFIGURATION,
+    OFFLOADING_TIERS,
 )
 
 _log_once = LogOnce()

@@ -1,0 +1,118 @@
+"""Groups, blocks and jobs of a cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from undercroft.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Blocks of one kind of a chain, such as the keys and values of all layers with full attention."""
+
+    parts: tuple[int, ...]
+    """Bytes of the pieces of a block, in their order. Each piece may lie anywhere."""
+    kind: str = "full"
+    """The blocks that a hit needs: "full" (all before its end), "sliding_window" and "chunked_local" (those of the
+    window or chunk before its end) or "state" (the one at its end)."""
+    block_tokens: int = 0
+    """Tokens of a block, a multiple of the tokens of a hash; 0: as many as a hash."""
+    window_tokens: int = 0
+    """Tokens of the window or chunk."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """Blocks of one group, and their places in the program's memory."""
+
+    group: int
+    numbers: npt.NDArray[np.int64]
+    """The number of each block, ascending: block n begins n times ``block_tokens`` after the chain's start."""
+    addresses: npt.NDArray[np.int64]
+    """The address of each part of each block, of shape (blocks, parts). Blocks of one part may have one dimension."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A load or a save. Its fields have their values once it has `ended`."""
+
+    blocks: tuple[Blocks, ...]
+    is_load: bool
+    ended: bool = False
+    done: dict[int, frozenset[int]] = field(default_factory=dict)
+    """By group, the numbers of the blocks that a load has brought, or that are in the cache after a save."""
+    seconds: float = 0.0
+    """Time of the copies."""
+    copied_bytes: int = 0
+    lacks: dict[int, frozenset[int]] = field(default_factory=dict)
+    """By group, the numbers of blocks that neither the cache nor the job has, although a save needs them: its blocks
+    after the first of these were not saved. Save them together."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all blocks are done."""
+        return self.ended and all(len(self.done.get(one.group, ())) >= len(one.numbers) for one in self.blocks)
+
+    _name: str = ""
+    _chain: list[bytes] = field(default_factory=list)
+    _until: float = 0.0
+    _limit: int = 0
+    """Tokens that a save asks for; less than all after the chain was found to have a hole."""
+    _transfer: int | None = None
+    _piece: dict[int, list[int]] = field(default_factory=dict)
+    """The blocks of the copy that runs."""
+    _retry: bool = False
+    _is_awaited: bool = False
+    """Whether a caller waits for this job, so that `poll` does not return it."""
+
+
+def chain(pieces: Iterable[bytes], seed: bytes = b"") -> list[bytes]:
+    """The hashes of a chain, each of which stands for all pieces up to its own (SHA-256).
+
+    ``pieces``: the content of each block, such as its tokens as bytes. ``seed``: chains with different seeds share
+    nothing, whatever their pieces are.
+    """
+    last, found = hashlib.sha256(b"undercroft" + seed).digest(), []
+    for piece in pieces:
+        last = hashlib.sha256(last + piece).digest()
+        found.append(last)
+    return found
+
+
+class Registration:
+    """A group as `_core.Engine.register` takes it."""
+
+    def __init__(self, group: Group, block_tokens: int) -> None:
+        if group.kind not in ("full", "sliding_window", "chunked_local", "state"):
+            raise ConfigError(
+                f'undercroft: a group of kind {group.kind!r}; allowed are "full", "sliding_window", "chunked_local" '
+                'and "state"'
+            )
+        self.kind, self.block_tokens, self.window_tokens = group.kind, block_tokens, group.window_tokens
+        self.payload_bytes = sum(group.parts)
+
+
+class Run(NamedTuple):
+    """Blocks of a group, one after the other, that a save may take."""
+
+    group: int
+    first_block: int
+    end_block: int
+
+
+def runs(blocks: Blocks) -> list[Run]:
+    """The blocks as runs."""
+    numbers = blocks.numbers
+    if not len(numbers):
+        return []
+    breaks = np.nonzero(np.diff(numbers) != 1)[0]
+    firsts = numbers[np.concatenate(([0], breaks + 1))]
+    lasts = numbers[np.concatenate((breaks, [len(numbers) - 1]))]
+    return [Run(blocks.group, int(first), int(last) + 1) for first, last in zip(firsts, lasts, strict=True)]

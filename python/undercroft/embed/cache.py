@@ -1,0 +1,509 @@
+"""The cache of one namespace in a program of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from undercroft.config import OPTIONS, UndercroftConfig
+from undercroft.embed.blocks import Blocks, Group, Job, Registration, runs
+from undercroft.engine import open_engine
+from undercroft.errors import ServerError, UndercroftError
+from undercroft.log import logger
+
+if TYPE_CHECKING:
+    from undercroft._core import Arena, Copier, Engine, Extent, Lookup, SaveGrant, Session
+
+EMBED_OPTIONS = tuple(option.name for option in OPTIONS if option.scope in ("engine", "session"))
+"""The options of `Cache.open`: those of `kv_connector_extra_config` that concern memory, disks, stores and servers."""
+_BEYOND = 1 << 30
+"""More tokens than any chain has: a lookup that needs so many reads nothing."""
+_RETRY_S = 0.005
+"""Seconds after which a save that found no memory asks again."""
+_ATTACH_AGAIN_S = 1.0
+_STEP_S = 0.001
+"""Seconds between two looks at a job that waits for a server or for memory."""
+
+
+class _Attachment(NamedTuple):
+    """The engine's arena in this process."""
+
+    arena: Arena
+    copier: Copier
+    session: int
+
+
+class Cache:
+    """One namespace of a cache: the blocks of one model in one format. All methods may be called from any thread."""
+
+    def __init__(self, engine: Engine, session: Session, groups: Sequence[Group], block_tokens: int) -> None:
+        """Use `open`. ``engine`` is closed with the cache."""
+        self.engine = engine
+        """The engine, for `_core.Engine.stats`, `_core.Engine.info` and `_core.Engine.flush`."""
+        self.session = session
+        self._groups = tuple(groups)
+        self._block_tokens = block_tokens
+        self._lock = threading.Lock()
+        self._attachment: _Attachment | None = None
+        self._attaching = False
+        self._attach_at = 0.0
+        self._names = (f"#{number}" for number in itertools.count())
+        self._numbers = itertools.count(1)
+        self._regions: list[tuple[int, int]] = []
+        self._copying: dict[int, Job] = {}
+        """By number of the copier's job."""
+        self._granting: dict[int, Job] = {}
+        """Saves that wait for a server's grant, by transfer."""
+        self._waiting: deque[tuple[float, Job]] = deque()
+        """Saves that found no memory, each with the time at which it asks again."""
+        self._ended: list[Job] = []
+        self._is_closed = False
+        self._attach()
+
+    @classmethod
+    def open(
+        cls,
+        options: Mapping[str, Any],
+        identity: Mapping[str, Any] | str,
+        groups: Sequence[Group],
+        block_tokens: int,
+        *,
+        alignment_tokens: int | None = None,
+    ) -> Cache:
+        """Open a cache, alone or together with other programs that have the same directories or the same server.
+
+        ``options``: undercroft's options by name, `EMBED_OPTIONS`; those that are left out come from the environment.
+        ``identity``: everything that must be equal for bytes to be interchangeable, as JSON: the weights' digest, the
+        data type, the layout, sizes. ``groups``: at most 32. ``block_tokens``: tokens of each hash of a chain.
+        ``alignment_tokens``: every hit is a multiple of this (default: of a hash).
+
+        Raises ConfigError for an option, a size or a group that cannot be, StoreError for a directory.
+        """
+        config = UndercroftConfig.parse(options, place="the options", allowed=EMBED_OPTIONS)
+        return cls.of(open_engine(config), identity, groups, block_tokens, alignment_tokens=alignment_tokens)
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        identity: Mapping[str, Any] | str,
+        groups: Sequence[Group],
+        block_tokens: int,
+        *,
+        alignment_tokens: int | None = None,
+    ) -> Cache:
+        """Like `open`, for an engine that is open. The cache closes it, also if this raises."""
+        text = identity if isinstance(identity, str) else json.dumps(identity, sort_keys=True, separators=(",", ":"))
+        try:
+            whole = [Registration(one, one.block_tokens or block_tokens) for one in groups]
+            return cls(engine, engine.register(text, whole, block_tokens, alignment_tokens), groups, block_tokens)
+        except BaseException:
+            engine.close()
+            raise
+
+    def add_region(self, memory: Any) -> int:
+        """Name memory of this program in which blocks may lie, and return its address: a writable buffer, or a pair of
+        an address and a size. It must stay where it is until `close` has returned. Raises ValueError."""
+        if isinstance(memory, tuple):
+            address, size = map(int, memory)
+        else:
+            view = np.frombuffer(memory, dtype=np.uint8)
+            if not view.flags.writeable:
+                raise ValueError("the memory is read-only; loads write into it")
+            address, size = int(view.ctypes.data), view.nbytes
+        if address <= 0 or size <= 0:
+            raise ValueError(f"a region of {size} bytes at {address}")
+        with self._lock:
+            self._regions = sorted([*self._regions, (address, address + size)])
+        return address
+
+    # Questions
+
+    def find(
+        self,
+        name: str,
+        chain: list[bytes],
+        *,
+        begin: int = 0,
+        end: int | None = None,
+        wait_s: float | None = None,
+        planned: bool = False,
+        queued_tokens: int = 0,
+    ) -> Lookup:
+        """Ask how much of a chain can be loaded, and start the reads that this needs; never waits.
+
+        While `Lookup.pending`, ask again, or `wait`. Then `Lookup.tokens` is the end of the hit. Its blocks stay in
+        memory until `begin_load`, `forget`, or another question with this ``name``, which the caller chooses.
+        ``begin``: the tokens that the program has. ``end``: where a hit ends at the latest. ``wait_s``: the hit is what
+        has been read after so many seconds. ``planned``: load what takes less time to load than to compute, by the
+        steps reported to `_core.Session.report_steps`.
+        """
+        wait = None if wait_s is None else (wait_s * 1e3, 0.0)
+        return self.session.lookup(name, chain, begin, end, wait, 0, planned, queued_tokens)
+
+    def prefetch(
+        self,
+        name: str,
+        chain: list[bytes],
+        *,
+        begin: int = 0,
+        end: int | None = None,
+        planned: bool = False,
+        queued_tokens: int = 0,
+    ) -> None:
+        """Start the reads of a later `find` with the same ``name``; demanded reads precede them."""
+        self.session.prefetch(name, chain, begin, end, None, 0, planned, queued_tokens)
+
+    def wait(self, name: str, timeout_s: float) -> bool:
+        """Wait until `find` has an answer, and return whether it has."""
+        return self.session.wait(name, timeout_s)
+
+    def forget(self, name: str) -> None:
+        """End the questions with this name. Loads that have begun go on."""
+        self.session.finish_request(name)
+
+    def exists(self, chain: list[bytes], *, timeout_s: float = 0.1) -> int:
+        """The tokens of the deepest hit, in any tier but a remote store. Reads nothing. ``timeout_s``: the longest wait
+        for a server's answer."""
+        name = next(self._names)
+        try:
+            found = self.session.lookup(name, chain, 0, None, None, _BEYOND)
+            if found.pending and self.session.wait(name, timeout_s):
+                found = self.session.lookup(name, chain, 0, None, None, _BEYOND)
+            return 0 if found.pending else found.shared_tokens
+        finally:
+            self.forget(name)
+
+    # Loads and saves
+
+    def load(self, chain: list[bytes], blocks: Sequence[Blocks], *, begin: int = 0, timeout_s: float = 5.0) -> Job:
+        """Read blocks into the program's memory, and wait for them. What has not been read after ``timeout_s`` seconds
+        is a miss. ``begin``: the tokens before the first block."""
+        name = next(self._names)
+        until = time.monotonic() + timeout_s
+        try:
+            found = self.find(name, chain, begin=begin, wait_s=timeout_s)
+            while found.pending and (left := until - time.monotonic()) > 0 and self.wait(name, left):
+                found = self.find(name, chain, begin=begin, wait_s=timeout_s)
+            job = Job(self._checked(blocks), is_load=True, _is_awaited=True)
+            return self._wait_for(self._load(job, name, begin, 0 if found.pending else found.tokens))
+        finally:
+            self.forget(name)
+
+    def save(self, chain: list[bytes], blocks: Sequence[Blocks], *, timeout_s: float = 5.0) -> Job:
+        """Save blocks, and wait until they are in memory of the cache; they are written to the disk afterwards. Blocks
+        for which there is no memory within ``timeout_s`` seconds are not saved."""
+        job = Job(self._checked(blocks), is_load=False, _is_awaited=True)
+        return self._wait_for(self._save(job, chain, timeout_s))
+
+    def begin_load(self, name: str, blocks: Sequence[Blocks], *, begin: int, end: int) -> Job:
+        """Start the copies of a hit that `find` has found, from ``begin`` to ``end`` tokens. `poll` returns the job.
+        Blocks that the hit does not have are left as they are. Raises ValueError for memory outside the regions."""
+        return self._load(Job(self._checked(blocks), is_load=True), name, begin, end)
+
+    def _load(self, job: Job, name: str, begin: int, end: int) -> Job:
+        load = self.session.begin_load(name, begin, end - begin) if end > begin else None
+        with self._lock:
+            if load is None:
+                self._end(job)
+            else:
+                job._transfer = load.transfer_id
+                self._copy(job, load.session, load.extents)
+        return job
+
+    def begin_save(self, chain: list[bytes], blocks: Sequence[Blocks], *, timeout_s: float = 5.0) -> Job:
+        """Start to save blocks. `poll` returns the job. The memory must keep its content until then. Raises ValueError
+        for memory outside the regions."""
+        return self._save(Job(self._checked(blocks), is_load=False), chain, timeout_s)
+
+    def _save(self, job: Job, chain: list[bytes], timeout_s: float) -> Job:
+        job._name, job._chain, job._until = next(self._names), chain, time.monotonic() + timeout_s
+        ends = [int(one.numbers[-1] + 1) * self._tokens(one.group) for one in job.blocks if len(one.numbers)]
+        job._limit = min(max(ends, default=0), len(chain) * self._block_tokens)
+        with self._lock:
+            self._ask(job)
+        return job
+
+    def poll(self) -> list[Job]:
+        """The loads and saves that have ended since the last call, but not those of `load` and `save`."""
+        with self._lock:
+            self._advance()
+            ended, self._ended = self._ended, []
+            return ended
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` has more jobs to return."""
+        with self._lock:
+            return bool(self._copying or self._granting or self._waiting or self._ended)
+
+    def drain(self) -> None:
+        """End all jobs: copies that run are finished, and saves that wait for memory are given up. Waits for copies
+        only, never for a disk or a server."""
+        while True:
+            with self._lock:
+                self._advance()
+                for job in [*(job for _, job in self._waiting), *self._granting.values(), *self._copying.values()]:
+                    job._until = 0.0
+                self._end_waiting()
+                attachment = self._attachment
+                if not self._copying or attachment is None:
+                    return
+            attachment.copier.drain()
+
+    # The cache
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges since the start: `_core.Engine.stats`."""
+        return self.engine.stats()
+
+    def reset(self, timeout_s: float = 10.0) -> bool:
+        """Drop everything of this namespace. Returns False if this is not durable in time."""
+        return self.session.reset(timeout_s)
+
+    def close(self) -> None:
+        """End all jobs, finish the writes in flight (bounded) and release directories and memory. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.drain()
+        with self._lock:
+            attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment.arena.let_go()
+        self.session.close()
+        self.engine.close()
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Inside, with the lock
+
+    def _ask(self, job: Job) -> None:
+        """Ask for the slots of a save."""
+        job._retry = False
+        offers = [run for one in job.blocks if self._groups[one.group].kind != "full" for run in runs(one)]
+        grant = self.session.begin_save(job._name, job._chain, job._limit, offers)
+        if grant is None:
+            self._end(job)
+        elif grant.pending:
+            self._granting[grant.transfer_id] = job
+        else:
+            self._granted(job, grant)
+
+    def _granted(self, job: Job, grant: SaveGrant) -> None:
+        job._retry = grant.refused
+        if not grant.extents:
+            self._copied(job, ok=True)
+            return
+        job._transfer = grant.transfer_id
+        self._copy(job, grant.session, grant.extents)
+
+    def _copy(self, job: Job, session: int, extents: Sequence[Extent]) -> None:
+        """Start the copies of a transfer."""
+        attachment = self._attached(session)
+        pieces = None if attachment is None else self._pieces(job, extents)
+        if attachment is None or pieces is None:
+            self._copied(job, ok=False)
+            return
+        sizes = pieces[-1]
+        if not len(sizes):
+            self._copied(job, ok=True)
+            return
+        number = next(self._numbers)
+        addresses, offsets, lengths = (values.astype("<i8").tobytes() for values in pieces)
+        attachment.copier.submit(not job.is_load, [(number, len(sizes))], addresses, offsets, lengths)
+        job.copied_bytes += int(sizes.sum())
+        self._copying[number] = job
+
+    def _pieces(self, job: Job, extents: Sequence[Extent]) -> list[npt.NDArray[np.int64]] | None:
+        """Addresses, arena offsets and sizes of a transfer. None for a save that is asked for blocks that the job does
+        not bring: its limit then ends before them."""
+        found: list[list[npt.NDArray[np.int64]]] = [[], [], []]
+        job._piece = {}
+        lacking: dict[int, frozenset[int]] = {}
+        by_group = {one.group: one for one in job.blocks}
+        for extent in extents:
+            offsets = np.frombuffer(extent.offsets, dtype="<i8")
+            (used,) = np.nonzero(offsets >= 0)
+            numbers = extent.first_block + used
+            own = by_group.get(extent.group)
+            have = np.empty(0, np.int64) if own is None else own.numbers
+            at = np.searchsorted(have, numbers)
+            is_own = at < len(have)
+            is_own[is_own] = have[at[is_own]] == numbers[is_own]
+            if not is_own.all() and not job.is_load:
+                lacking[extent.group] = lacking.get(extent.group, frozenset()).union(numbers[~is_own].tolist())
+            if own is None:
+                continue
+            parts = np.asarray(self._groups[extent.group].parts, dtype=np.int64)
+            begins = np.cumsum(parts) - parts
+            found[0].append(own.addresses[at[is_own]].reshape(-1))
+            found[1].append((offsets[used[is_own]][:, None] + begins).reshape(-1))
+            found[2].append(np.tile(parts, int(is_own.sum())))
+            job._piece.setdefault(extent.group, []).extend(numbers[is_own].tolist())
+        if lacking:
+            # Nothing after the first block that is lacking can be saved.
+            job.lacks, job._piece = lacking, {}
+            job._limit = min(min(numbers) * self._tokens(group) for group, numbers in lacking.items())
+            return None
+        return [np.concatenate(one) if one else np.empty(0, np.int64) for one in found]
+
+    def _copied(self, job: Job, *, ok: bool) -> None:
+        """A transfer of a job has ended, or could not begin."""
+        transfer, job._transfer = job._transfer, None
+        if transfer is not None:
+            self.session.end_transfer(transfer, ok)
+        if ok:
+            for group, numbers in job._piece.items():
+                job.done[group] = job.done.get(group, frozenset()).union(numbers)
+        job._piece = {}
+        if job.is_load:
+            self._end(job)
+        elif not ok and job.lacks and self._brings(job):
+            self._ask(job)
+        elif job._retry and time.monotonic() < job._until:
+            self._waiting.append((time.monotonic() + _RETRY_S, job))
+        else:
+            if ok and not job._retry:
+                # Blocks that got no slot are in the cache.
+                for one in job.blocks:
+                    end = job._limit // self._tokens(one.group)
+                    job.done[one.group] = frozenset(one.numbers[one.numbers < end].tolist())
+            self._end(job)
+
+    def _brings(self, job: Job) -> bool:
+        """Whether the job brings blocks before its limit."""
+        return any(
+            len(one.numbers) and (int(one.numbers[0]) + 1) * self._tokens(one.group) <= job._limit for one in job.blocks
+        )
+
+    def _end(self, job: Job) -> None:
+        if not job.is_load:
+            self.session.finish_request(job._name)
+        job.ended, job._chain = True, []
+        if not job._is_awaited:
+            self._ended.append(job)
+
+    def _advance(self) -> None:
+        for grant in self.session.poll_saves():
+            if (job := self._granting.pop(grant.transfer_id, None)) is not None:
+                self._granted(job, grant)
+        attachment = self._attachment
+        for number, seconds in attachment.copier.poll() if attachment is not None else ():
+            job = self._copying.pop(number)
+            job.seconds += seconds
+            # If the engine has ended meanwhile, the slots may have had other bytes.
+            self._copied(job, ok=attachment is not None and self._is_current(attachment))
+        self._end_waiting()
+        now = time.monotonic()
+        for _ in range(len(self._waiting)):
+            if self._waiting[0][0] > now:
+                break
+            self._ask(self._waiting.popleft()[1])
+
+    # The arena
+
+    def _is_current(self, attachment: _Attachment) -> bool:
+        address = self.engine.arena
+        return (address.arena_id, address.session) == (attachment.arena.arena_id, attachment.session)
+
+    def _attached(self, session: int) -> _Attachment | None:
+        """The arena with the slots of a session. If it is not here, the next one is fetched on a thread."""
+        attachment = self._attachment
+        if attachment is not None and attachment.session == session and self._is_current(attachment):
+            return attachment
+        if not self._attaching and not self._is_closed and time.monotonic() >= self._attach_at:
+            self._attaching = True
+            threading.Thread(target=self._attach, name="undercroft-attach", daemon=True).start()
+        return None
+
+    def _attach(self) -> None:
+        """Release an arena whose engine has ended, and attach the present one."""
+        from undercroft import _core
+
+        try:
+            old = self._attachment
+            if old is not None:
+                old.copier.drain()
+                with self._lock:
+                    self._advance()
+                    self._attachment = None
+                old.arena.let_go()
+            address = self.engine.arena
+            if address.socket:
+                arena = _core.Arena.attach(address.socket, address.session)
+                with self._lock:
+                    self._attachment = _Attachment(arena, _core.Copier(arena), address.session)
+        except (ServerError, UndercroftError) as error:
+            logger.warning("undercroft: the engine's memory cannot be used yet: %s", error)
+        finally:
+            self._attach_at = time.monotonic() + _ATTACH_AGAIN_S
+            self._attaching = False
+
+    # Small things
+
+    def _tokens(self, group: int) -> int:
+        return self._groups[group].block_tokens or self._block_tokens
+
+    def _wait_for(self, job: Job) -> Job:
+        """Wait until a job has ended: copies end by themselves, and saves by their time limit."""
+        while True:
+            with self._lock:
+                attachment = self._attachment
+                self._advance()
+                if job.ended:
+                    return job
+                is_copying = job in self._copying.values()
+            if is_copying and attachment is not None:
+                attachment.copier.drain()
+            else:
+                time.sleep(_STEP_S)
+
+    def _end_waiting(self) -> None:
+        """End saves whose time is over and that wait for memory or a server's grant."""
+        now = time.monotonic()
+        for transfer, job in list(self._granting.items()):
+            if job._until <= now:
+                # The grant may still arrive: no copy follows it.
+                del self._granting[transfer]
+                self.session.end_transfer(transfer, False)
+                self._end(job)
+        late = [job for _, job in self._waiting if job._until <= now]
+        self._waiting = deque(one for one in self._waiting if one[1]._until > now)
+        for job in late:
+            self._end(job)
+
+    def _checked(self, blocks: Sequence[Blocks]) -> tuple[Blocks, ...]:
+        """The blocks with their addresses in two dimensions. Raises ValueError for what no copy may touch."""
+        regions = self._regions
+        begins = np.asarray([begin for begin, _ in regions] or [0], dtype=np.int64)
+        ends = np.asarray([end for _, end in regions] or [0], dtype=np.int64)
+        checked = []
+        for one in blocks:
+            if not 0 <= one.group < len(self._groups):
+                raise ValueError(f"group {one.group}; there are {len(self._groups)}")
+            parts = np.asarray(self._groups[one.group].parts, dtype=np.int64)
+            numbers = np.asarray(one.numbers, dtype=np.int64)
+            addresses = np.asarray(one.addresses, dtype=np.int64).reshape(-1, len(parts))
+            if len(numbers) != len(addresses) or (len(numbers) and (numbers[0] < 0 or (np.diff(numbers) <= 0).any())):
+                raise ValueError(
+                    f"group {one.group}: {len(numbers)} numbers and {len(addresses)} addresses; they must be as many, "
+                    "and the numbers ascend"
+                )
+            at = np.searchsorted(begins, addresses, side="right") - 1
+            if (at < 0).any() or (addresses + parts > ends[at]).any():
+                raise ValueError(f"group {one.group}: a block lies outside the regions; name them with add_region")
+            checked.append(Blocks(one.group, numbers, addresses))
+        return tuple(checked)

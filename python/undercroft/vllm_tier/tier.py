@@ -1,0 +1,450 @@
+"""The class that vLLM loads as a tier of its offloading. vLLM calls each method under one lock, and waits for it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from undercroft import capacity, compat, vllm_patches
+from undercroft.connector import identity
+from undercroft.connector.adapters import ADAPTERS
+from undercroft.connector.kv_origin import KvOrigin
+from undercroft.connector.namespace import Naming, random_seed
+from undercroft.connector.resets import Resets
+from undercroft.connector.shareable import Shareable
+from undercroft.connector.stats import EngineStats
+from undercroft.connector.weights import Digests, digests_file
+from undercroft.embed import Cache, Job
+from undercroft.engine import open_engine, start_line, whose
+from undercroft.errors import ConfigError
+from undercroft.log import LogOnce, logger
+from undercroft.vllm_tier import stats
+from undercroft.vllm_tier.chunks import Chunks, Place, why_unsupported
+from undercroft.vllm_tier.identity import describe_tier
+from undercroft.vllm_tier.options import parse
+from undercroft.vllm_tier.prompts import Prompt, Prompts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.base import OffloadingMetricMetadata, ScheduleEndContext
+    from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
+    from vllm.v1.request import Request
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_LACKING_MAX = 64
+"""Most saves that wait for the next step to be tried again with their prefixes."""
+_SAVE_S = 5.0
+"""Longest time for which vLLM's host memory keeps chunks for a save that finds no room in undercroft's."""
+_SAVES_SHARE = 0.25
+"""Share of vLLM's host memory that saves may keep while they wait."""
+RESET_TIMEOUT_S = 5.0
+
+
+def _fail_open(default: Callable[[], Any]) -> Callable[[_Method], _Method]:
+    """Wrap a method: an error is logged, and the method returns ``default()``, which is safe for vLLM."""
+
+    def wrap(method: _Method) -> _Method:
+        @wraps(method)
+        def guarded(self: UndercroftTier, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                self.report(method.__name__, error)
+                return default()
+
+        return cast("_Method", guarded)
+
+    return wrap
+
+
+class UndercroftTier(SecondaryTierManager):
+    """undercroft's disk, server and remote store below vLLM's own host memory."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+    is_undercroft = True
+    """Marks the class for `undercroft.registration.tiers_in`."""
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        """Open the cache. ``options``: see `undercroft.vllm_tier.options`. Raises ConfigError or StoreError."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._log_once = LogOnce()
+        self._prompts: Prompts | None = None
+        self._resets: Resets | None = None
+        self._cache: Cache | None = None
+        self._stats: EngineStats | None = None
+        self._jobs: dict[int, tuple[TransferJob, Job, dict[OffloadKey, Place]]] = {}
+        """By identity of the cache's job."""
+        self._ended: list[JobResult] = []
+        self._lacking: deque[tuple[Prompt, set[Place], dict[int, frozenset[int]]]] = deque(maxlen=_LACKING_MAX)
+        """Saves that lacked blocks of their prefixes: the prompt, the chunks of the save, and the missing blocks."""
+        self._again = itertools.count()
+        self.origin = KvOrigin()
+        """See `Resets`."""
+        config = parse(options, self.block_size_bytes)
+        made = vllm_patches.configuration_of_tier()
+        if made is None:
+            why = vllm_patches.problem(vllm_patches.OFFLOADING_TIERS) or "vLLM's factory has not made the connector"
+            raise ConfigError(
+                f"undercroft: the tier cannot see vLLM's configuration, on which the identity of its blocks depends: "
+                f"{why}. vLLM must load undercroft's plug-in: leave VLLM_PLUGINS unset, or add undercroft to it."
+            )
+        vllm_config, kv_cache_config = made
+        offloading_config = offloading_spec.config
+        # No buffer is kept: vLLM releases the view before it unmaps the memory.
+        rows = np.frombuffer(primary_kv_view, dtype=np.uint8)
+        self._address, size = int(rows.ctypes.data), rows.nbytes
+        self._rows_count = len(primary_kv_view)
+        self._chunks = Chunks(offloading_config, kv_cache_config, self.block_size_bytes)
+        reason = self._why_off(vllm_config, kv_cache_config, offloading_config)
+        if reason is not None:
+            logger.warning("undercroft is off, vLLM serves without it: %s.", reason)
+            return
+        self._start(config, vllm_config, kv_cache_config, offloading_config)
+        if self._cache is not None:
+            self._cache.add_region((self._address, size))
+
+    def _why_off(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, offloading_config: Any) -> str | None:
+        if not vllm_config.cache_config.enable_prefix_caching:
+            return "vLLM's prefix caching is off, so block hashes do not tell prefixes apart"
+        has_adapters = getattr(vllm_config, "lora_config", None) is not None
+        if has_adapters and not vllm_patches.tell_adapters_apart(ADAPTERS.of_request, ADAPTERS.key):
+            return "this vLLM's block hashes cannot be made to tell LoRA adapters apart"
+        return why_unsupported(kv_cache_config, [group.group_id for group in offloading_config.groups])
+
+    def _start(
+        self, config: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, offloading_config: Any
+    ) -> None:
+        naming = Naming(config.namespace_salt, config.weights, config.model_id, Digests(digests_file(config.disk_path)))
+        try:
+            description = describe_tier(vllm_config, kv_cache_config, naming, offloading_config, self._chunks)
+        except Exception as error:  # a weight file that cannot be read, or a setting that cannot be described
+            logger.warning("undercroft is off, vLLM serves without it: %s.", error)
+            return
+        ADAPTERS.weights = config.weights
+        ADAPTERS.look_again()
+        vllm_patches.evict_uncomputed()
+        seed_reason = random_seed(vllm_config)
+        not_reused = identity.why_not_reused(description, config, naming.digests)
+        identity.warn_of_names(description)
+        engine = open_engine(config, ranks=vllm_patches.ranks_of(vllm_config))
+        if seed_reason:
+            try:
+                identity.check_seed(seed_reason, config, is_shared=bool(config.server) or engine.is_shared)
+            except BaseException:
+                engine.close()
+                raise
+        groups = self._chunks.groups
+        registered = groups.registration([self.block_size_bytes] * len(groups.kinds))
+        cache = Cache.of(
+            engine,
+            description,
+            self._chunks.registration(),
+            groups.engine_block_size,
+            alignment_tokens=groups.alignment,
+        )
+        naming.digests.save()
+        shareable = Shareable(groups, unique_uuids=config.unique_media_uuids)
+        self._prompts = Prompts(cache, groups, shareable, config, self._chunks.most_tokens(self._rows_count))
+        self._shareable = shareable
+        self._resets = Resets(self, config.reset_with_prefix_cache)
+        self._stats = EngineStats(engine, tokens_in=partial(capacity.tokens_in, groups=registered))
+        self._cache = cache
+        tokens_in, index_bytes = (
+            partial(sizes, groups=registered) for sizes in (capacity.tokens_in, capacity.index_bytes)
+        )
+        logger.info(start_line(engine.info(), cache.session.namespace, whose(engine, config), tokens_in, index_bytes))
+        if not_reused:
+            logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
+
+    def report(self, method: str, error: Exception) -> None:
+        """Log the first error of its kind that was caught in a method."""
+        self._log_once(
+            logging.ERROR,
+            (method, type(error)),
+            "undercroft: caught %s in %s of the tier; vLLM goes on as after a miss. Further errors of this kind are "
+            "not logged.",
+            type(error).__name__,
+            method,
+            error=error,
+        )
+
+    # The connector's calls (`vllm_patches.show_to_tiers`)
+
+    def bind(self, connector: Any) -> None:
+        """The connector that has this tier."""
+        self._connector = connector
+
+    def arrives(self, request: Request) -> None:
+        """A request arrives; `on_new_request` follows."""
+        if self._prompts is not None:
+            self._prompts.add(request)
+
+    def is_asked(self, request: Request, num_computed_tokens: int) -> None:
+        """vLLM's scheduler asks how much of a prompt can be loaded."""
+        if self._prompts is None:
+            return
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None:
+            prompt.computed = num_computed_tokens
+            self._prompts.steps.computed(prompt, num_computed_tokens)
+
+    def is_scheduled(self, scheduler_output: SchedulerOutput) -> None:
+        """A step is scheduled."""
+        if self._prompts is None:
+            return
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._prompts.steps.scheduled(scheduled)
+        if scheduled:
+            self.origin.computes()
+        for request_id in (*scheduled, *(scheduler_output.preempted_req_ids or ())):
+            self._prompts.runs(request_id)
+
+    def step_ends(self) -> None:
+        """A step has run."""
+        if self._prompts is not None:
+            self._prompts.steps.ended()
+
+    @property
+    def resets(self) -> Resets | None:
+        """What resets and changes of the weights mean for this tier."""
+        return self._resets
+
+    def is_reset(self) -> bool:
+        """vLLM has emptied its host memory. Returns whether the cache is as empty as the caller may believe."""
+        return self._resets is None or self._resets.reset_cache()
+
+    # What `Resets` asks for
+
+    def forget_device(self) -> None:
+        """No load and no save under way is used: vLLM has ended them all."""
+        if self._prompts is not None:
+            self._prompts.forget_all()
+
+    def reset_cache(self) -> bool:
+        """Drop everything of this namespace. Returns False if this is not confirmed in time."""
+        assert self._cache is not None
+        self.forget_device()
+        self.origin.is_private = True
+        return self._cache.reset(RESET_TIMEOUT_S)
+
+    def use_namespace(self, description: str | None) -> None:
+        """Use the namespace of ``description`` from now on, or with None a private one."""
+        assert self._cache is not None
+        self.forget_device()
+        self._cache.session.change_weights(description)
+        self.origin.is_private = description is None
+
+    # Requests
+
+    @_fail_open(RequestOffloadingContext)
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Start the reads for a request that has arrived."""
+        prompt = self._prompts.get(req_context.req_id) if self._prompts is not None else None
+        if self._prompts is not None and prompt is not None:
+            req_context.set_state(prompt)
+            if req_context.load_tier_filter.allows(self.medium, self.locality):
+                manager = getattr(self._connector, "_kv_cache_manager", None)
+                local = compat.device_hit_tokens(manager, prompt.request) if manager is not None else 0
+                self._prompts.prefetch(prompt, local)
+        return RequestOffloadingContext()
+
+    @_fail_open(lambda: None)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget a request."""
+        if self._prompts is not None:
+            self._prompts.finished(req_context.req_id)
+
+    @_fail_open(lambda: LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Whether a chunk can be loaded. "Later" while its bytes are read."""
+        prompt = req_context.get_state(Prompt)
+        if self._prompts is None or prompt is None:
+            return LookupResult.MISS
+        end = req_context.get_offload_key_position(key)
+        place = self._chunks.place(key, end)
+        if place is None or end is None:
+            return LookupResult.MISS
+        group = self._chunks.engine_groups[place.engine_group]
+        first = max(prompt.computed, end - group.block_tokens) if group.kind == "full" else prompt.computed
+        self._prompts.look(prompt, first)
+        if prompt.is_pending:
+            return LookupResult.RETRY
+        if not prompt.is_held or end <= prompt.begin or not self._chunks.serves(place, prompt.hit):
+            return LookupResult.MISS
+        if self._has_room():
+            return LookupResult.HIT
+        # After this answer vLLM would have no place for the chunk, and would take it for a miss.
+        return LookupResult.RETRY if self._prompts.may_wait(prompt) else LookupResult.MISS
+
+    def _has_room(self) -> bool:
+        """Whether vLLM's host memory has room for a chunk without those that wait for their prompts."""
+        assert self._prompts is not None
+        room = compat.free_chunks(self._connector)
+        return room is None or room > self._prompts.landed
+
+    # Jobs
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Start to copy chunks into vLLM's host memory."""
+        self._submit(job_metadata, self._begin_load)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Start to save chunks of vLLM's host memory."""
+        self._submit(job_metadata, self._begin_save)
+
+    def _submit(self, job: TransferJob, begin: Callable[[Prompt, dict[OffloadKey, Place], TransferJob], Job]) -> None:
+        prompt = job.req_context.get_state(Prompt)
+        try:
+            if self._cache is None or prompt is None:
+                self._ended.append(JobResult(job.job_id, False))
+                return
+            places = {}
+            for key in job.keys:
+                place = self._chunks.place(key, job.req_context.get_offload_key_position(key))
+                if place is not None:
+                    places[key] = place
+            begun = begin(prompt, places, job)
+            self._jobs[id(begun)] = (job, begun, places)
+        except Exception as error:
+            self.report("submit", error)
+            self._ended.append(JobResult(job.job_id, False))
+
+    def _rows(self, job: TransferJob, places: dict[OffloadKey, Place]) -> Any:
+        rows = dict(zip(job.keys, job.chunk_ids, strict=True))
+        addresses = (self._address + int(rows[key]) * self.block_size_bytes for key in places)
+        return Chunks.blocks(places.values(), addresses)
+
+    def _begin_load(self, prompt: Prompt, places: dict[OffloadKey, Place], job: TransferJob) -> Job:
+        assert self._cache is not None and self._prompts is not None
+        begin, end = prompt.begin, prompt.hit if prompt.is_held else 0
+        self._prompts.loads(prompt)
+        self.origin.loads()
+        return self._cache.begin_load(prompt.request.request_id, self._rows(job, places), begin=begin, end=end)
+
+    def _begin_save(self, prompt: Prompt, places: dict[OffloadKey, Place], job: TransferJob) -> Job:
+        assert self._cache is not None and self._prompts is not None
+        most = self._shareable.tokens(prompt.request)
+        for key in list(places):
+            if (job.req_context.get_offload_key_position(key) or 0) > most:
+                del places[key]
+        saving = sum(len(held.keys) for held, begun, _ in self._jobs.values() if not begun.is_load)
+        may_wait = saving <= self._rows_count * _SAVES_SHARE
+        return self._cache.begin_save(
+            self._prompts.chain(prompt), self._rows(job, places), timeout_s=_SAVE_S if may_wait else 0.0
+        )
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """The jobs that have ended since the last call."""
+        if self._cache is not None:
+            try:
+                for job in self._cache.poll():
+                    self._ended.append(self._result(job))
+            except Exception as error:
+                self.report("get_finished_jobs", error)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _result(self, ended: Job) -> JobResult:
+        job, _, places = self._jobs.pop(id(ended))
+        prompt = job.req_context.get_state(Prompt)
+        good = [key for key, place in places.items() if place.number in ended.done.get(place.engine_group, ())]
+        whole = len(good) == (len(job.keys) if ended.is_load else len(places))
+        if ended.is_load and self._prompts is not None and prompt is not None:
+            self._prompts.has_loaded(prompt, len(good), whole=whole)
+        elif ended.lacks and prompt is not None and job.req_context.req_id == prompt.request.request_id:
+            self._lacking.append((prompt, set(places.values()), ended.lacks))
+        return JobResult(
+            job.job_id,
+            whole,
+            None if whole or not ended.is_load or not good else tuple(good),
+            ended.seconds,
+            ended.copied_bytes,
+        )
+
+    def has_pending_work(self) -> bool:
+        """Whether vLLM must go on stepping, so that jobs end."""
+        return bool(self._jobs or self._ended or self._lacking)
+
+    def drain_jobs(self) -> None:
+        """Wait for the copies that run, and give up saves that wait for memory."""
+        if self._cache is not None:
+            self._cache.drain()
+
+    # Steps
+
+    @_fail_open(lambda: None)
+    def serve_external_requests(self, parent: ParentManager) -> None:
+        """Save again what lacked its prefix, with the prefix, as far as vLLM's host memory has it. The tier has lost
+        these chunks, or they found no memory; vLLM itself hands over a chunk only once."""
+        lacking, self._lacking = self._lacking, deque(maxlen=_LACKING_MAX)
+        for prompt, places, lacks in lacking:
+            missing = {Place(group, number) for group, numbers in lacks.items() for number in numbers}
+            context = ReqContext(req_id=f"{prompt.request.request_id} again {next(self._again)}")
+            keys = self._keys(prompt, missing | places, context)
+            if keys is None:
+                continue
+            context.set_state(prompt)
+            parent.on_new_request(context)
+            try:
+                if all(parent.lookup(key, context) is LookupResult.HIT for key in keys):
+                    self.submit_store(parent.create_store_job(keys, context))
+            finally:
+                parent.on_request_finished(context)
+
+    def _keys(self, prompt: Prompt, places: set[Place], context: ReqContext) -> list[OffloadKey] | None:
+        """The keys of blocks, whose ends are noted in the context. None if the prompt has no hash of one."""
+        keys = []
+        for place in sorted(places, key=self._chunks.end):
+            key = self._chunks.key(place, prompt.request.block_hashes)
+            if key is None:
+                return None
+            keys.append(OffloadKey(key))
+            context.set_offload_key_position(keys[-1], self._chunks.end(place))
+        return keys
+
+    @_fail_open(lambda: None)
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """The scheduler's pass has ended."""
+        if self._prompts is not None:
+            self._prompts.step_ends()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """undercroft's metrics, for vLLM's frontend."""
+        return stats.definitions()
+
+    @_fail_open(lambda: None)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """The engine's counters since the last call. vLLM counts lookups, jobs and bytes itself."""
+        if self._stats is None:
+            return None
+        return stats.of_engine(self._stats.collect(time.monotonic()))
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Nothing: a lookup counts as a use."""
+
+    def shutdown(self) -> None:
+        """End the copies, finish the writes in flight (bounded) and release directories and memory."""
+        if self._stats is not None:
+            self._stats.close()
+        if self._cache is not None:
+            self._cache.close()

@@ -1,0 +1,243 @@
+"""`undercroft.embed`: what a program of its own gets from a cache, and what it is spared."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from undercroft.embed import Blocks, Cache, Group, Job, chain
+from undercroft.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = 16
+SIZE = 4096
+HOST = {"host_memory": "16MiB"}
+
+
+def content(seed: int, count: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, (count, SIZE), dtype=np.uint8)
+
+
+class Pool:
+    """A program's memory: rows of one block each."""
+
+    def __init__(self, cache: Cache, rows: int = 64) -> None:
+        self.rows = np.zeros((rows, SIZE), np.uint8)
+        self._address = cache.add_region(self.rows)
+
+    def blocks(self, first: int, count: int, row: int = 0, group: int = 0) -> Blocks:
+        """``count`` blocks from number ``first`` on, in the rows from ``row`` on."""
+        return Blocks(group, np.arange(first, first + count), self._address + np.arange(row, row + count) * SIZE)
+
+
+def keys(seed: int, count: int) -> list[bytes]:
+    return chain(bytes([seed, number % 256]) for number in range(count))
+
+
+@contextlib.contextmanager
+def opened(options: dict[str, Any], groups: list[Group] | None = None, identity: Any = None) -> Iterator[Cache]:
+    with Cache.open(HOST | options, identity or {"test": 1}, groups or [Group((SIZE,))], TOKENS) as cache:
+        yield cache
+
+
+def on_disk(path: Path) -> dict[str, Any]:
+    return {"disk_path": str(path / "cache"), "disk_capacity": "64MiB"}
+
+
+def test_saved_blocks_come_back_and_survive_a_restart(tmp_path: Path) -> None:
+    wanted = content(1, 20)
+    with opened(on_disk(tmp_path)) as cache:
+        pool = Pool(cache)
+        assert cache.exists(keys(1, 20)) == 0
+        pool.rows[:20] = wanted
+        saved = cache.save(keys(1, 20), [pool.blocks(0, 20)])
+        assert (saved.complete, saved.copied_bytes) == (True, 20 * SIZE)
+        assert cache.exists(keys(1, 24)) == 20 * TOKENS
+        assert cache.save(keys(1, 20), [pool.blocks(0, 20)]).copied_bytes == 0, "the cache has them"
+        assert cache.engine.flush()
+    with opened(on_disk(tmp_path)) as cache:
+        pool = Pool(cache)
+        loaded = cache.load(keys(1, 24), [pool.blocks(0, 24)])
+        assert not loaded.complete
+        assert loaded.done == {0: frozenset(range(20))}
+        assert (pool.rows[:20] == wanted).all()
+        assert not pool.rows[20:].any(), "nothing is written where nothing was found"
+        part = cache.load(keys(1, 20), [pool.blocks(12, 8, row=40)], begin=12 * TOKENS)
+        assert part.complete
+        assert (pool.rows[40:48] == wanted[12:]).all()
+        assert cache.stats()["disk_reads"] == 20
+
+
+def test_other_identities_and_other_chains_are_misses(tmp_path: Path) -> None:
+    with opened(on_disk(tmp_path)) as cache:
+        pool = Pool(cache)
+        assert cache.save(keys(1, 4), [pool.blocks(0, 4)]).complete
+        assert cache.exists(keys(2, 4)) == 0
+        assert cache.exists(chain([bytes([1, 0])], seed=b"tenant")) == 0
+        assert cache.load(keys(2, 4), [pool.blocks(0, 4)]).done == {}
+        assert cache.engine.flush()
+    with opened(on_disk(tmp_path), identity={"test": 2}) as cache:
+        assert cache.exists(keys(1, 4)) == 0
+
+
+def test_a_save_whose_beginning_the_cache_lacks_says_which_blocks() -> None:
+    with opened({}) as cache:
+        pool = Pool(cache)
+        pool.rows[:10] = content(3, 10)
+        job = cache.save(keys(3, 10), [pool.blocks(4, 6, row=4)])
+        assert (job.complete, job.done, job.lacks) == (False, {}, {0: frozenset(range(4))})
+        assert cache.exists(keys(3, 10)) == 0
+        assert cache.save(keys(3, 10), [pool.blocks(0, 10)]).complete
+        again = cache.load(keys(3, 10), [pool.blocks(0, 10, row=20)])
+        assert again.complete
+        assert (pool.rows[20:30] == pool.rows[:10]).all()
+
+
+def test_a_save_with_a_hole_keeps_what_comes_before_it() -> None:
+    with opened({}) as cache:
+        pool = Pool(cache)
+        numbers = np.asarray([0, 1, 2, 5, 6])
+        job = cache.save(keys(4, 7), [Blocks(0, numbers, pool.blocks(0, 5).addresses)])
+        assert (job.complete, job.done, job.lacks) == (False, {0: frozenset({0, 1, 2})}, {0: frozenset({3, 4})})
+        assert cache.exists(keys(4, 7)) == 3 * TOKENS
+
+
+def test_blocks_of_several_parts_lie_anywhere() -> None:
+    with opened({}, [Group((1024, 3072))]) as cache:
+        heads, tails = np.zeros((8, 1024), np.uint8), np.zeros((8, 3072), np.uint8)
+        first, second = cache.add_region(heads), cache.add_region((int(tails.ctypes.data), tails.nbytes))
+        whole = content(5, 4)
+        heads[:4], tails[:4] = whole[:, :1024], whole[:, 1024:]
+
+        def at(row: int) -> Blocks:
+            rows = np.arange(row, row + 4)
+            return Blocks(0, np.arange(4), np.stack([first + rows * 1024, second + rows[::-1] * 3072], axis=1))
+
+        assert cache.save(keys(5, 4), [at(0)]).complete
+        assert cache.load(keys(5, 4), [at(4)]).complete
+        assert (heads[4:] == heads[:4]).all()
+        assert (tails[4:] == tails[:4]).all()
+
+
+def test_windows_and_states_are_brought_where_a_hit_ends() -> None:
+    groups = [Group((SIZE,)), Group((SIZE,), "sliding_window", window_tokens=2 * TOKENS + 1), Group((SIZE,), "state")]
+    with opened({}, groups) as cache:
+        pool = Pool(cache)
+        pool.rows[:] = content(6, 64)
+        job = cache.save(keys(6, 10), [pool.blocks(0, 10), pool.blocks(6, 2, 10, 1), pool.blocks(7, 1, 12, 2)])
+        assert job.complete
+        assert cache.exists(keys(6, 10)) == 8 * TOKENS, "the window and the state end there"
+        wanted = [pool.blocks(0, 10, 20), pool.blocks(0, 10, 30, 1), pool.blocks(0, 10, 40, 2)]
+        loaded = cache.load(keys(6, 10), wanted)
+        assert loaded.done == {0: frozenset(range(8)), 1: frozenset({6, 7}), 2: frozenset({7})}
+        assert (pool.rows[20:28] == pool.rows[:8]).all()
+        assert (pool.rows[36:38] == pool.rows[10:12]).all()
+        assert (pool.rows[47] == pool.rows[12]).all()
+
+
+def test_jobs_run_beside_the_caller() -> None:
+    with opened({}) as cache:
+        pool = Pool(cache)
+        pool.rows[:8] = content(7, 8)
+        jobs = [cache.begin_save(keys(7, 8), [pool.blocks(0, 8)]), cache.begin_save(keys(8, 2), [pool.blocks(0, 2)])]
+        cache.drain()
+        ended = cache.poll()
+        assert {id(job) for job in ended} == {id(job) for job in jobs}
+        assert all(job.complete for job in jobs)
+        assert not cache.busy
+        found = cache.find("mine", keys(7, 8))
+        assert (found.pending, found.tokens) == (False, 8 * TOKENS)
+        job = cache.begin_load("mine", [pool.blocks(0, 8, row=8)], begin=0, end=found.tokens)
+        cache.drain()
+        assert cache.poll() == [job]
+        assert job.complete
+        cache.forget("mine")
+        assert (pool.rows[8:16] == pool.rows[:8]).all()
+
+
+def test_a_save_that_finds_no_memory_keeps_what_fits_and_ends_in_time() -> None:
+    big = 1 << 20
+    with Cache.open({"host_memory": "64MiB"}, {"test": 1}, [Group((big,))], TOKENS) as cache:
+        rows = np.zeros((80, big), np.uint8)
+        address = cache.add_region(rows)
+        blocks = Blocks(0, np.arange(80), address + np.arange(80) * big)
+        job = cache.save(keys(9, 80), [blocks], timeout_s=0.2)
+        assert job.ended
+        assert not job.complete
+        kept = len(job.done[0])
+        assert 0 < kept <= 64
+        assert job.done[0] == frozenset(range(kept))
+        assert cache.exists(keys(9, 80)) == kept * TOKENS
+
+
+def test_memory_that_was_not_named_is_not_touched() -> None:
+    with opened({}) as cache:
+        pool = Pool(cache)
+        with pytest.raises(ValueError, match="add_region"):
+            cache.save(keys(1, 1), [Blocks(0, np.asarray([0]), np.asarray([4096]))])
+        with pytest.raises(ValueError, match="add_region"):
+            cache.save(keys(1, 65), [pool.blocks(0, 65)])
+        with pytest.raises(ValueError, match="ascend"):
+            cache.save(keys(1, 2), [Blocks(0, np.asarray([1, 0]), pool.blocks(0, 2).addresses)])
+        with pytest.raises(ValueError, match="there are 1"):
+            cache.save(keys(1, 1), [pool.blocks(0, 1, group=1)])
+        with pytest.raises(ValueError, match="read-only"):
+            cache.add_region(bytes(10))
+
+
+def test_options_of_the_connector_are_refused_by_name() -> None:
+    groups = [Group((SIZE,))]
+    with pytest.raises(ConfigError, match="cache_hit_threshold"):
+        Cache.open({"cache_hit_threshold": 0.5}, {}, groups, TOKENS)
+    with pytest.raises(ConfigError, match="did you mean 'disk_path'"):
+        Cache.open({"disk_paht": "/x"}, {}, groups, TOKENS)
+    with pytest.raises(ConfigError, match="attention"):
+        Cache.open(HOST, {}, [Group((SIZE,), "attention")], TOKENS)
+
+
+def test_threads_share_a_cache() -> None:
+    with opened({}) as cache:
+        pools = [Pool(cache, 32) for _ in range(4)]
+        wrong: list[str] = []
+
+        def work(number: int) -> None:
+            pool = pools[number]
+            for turn in range(20):
+                seed = number * 100 + turn
+                pool.rows[:8] = wanted = content(seed, 8)
+                own = chain(f"{seed} {block}".encode() for block in range(8))
+                saved: Job = cache.save(own, [pool.blocks(0, 8)])
+                loaded = cache.load(own, [pool.blocks(0, 8, row=8)])
+                if not (saved.complete and loaded.complete and (pool.rows[8:16] == wanted).all()):
+                    wrong.append(f"thread {number}, turn {turn}")
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(pools))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert not cache.busy
+
+
+def test_the_example_of_the_documents_runs(tmp_path: Path) -> None:
+    text = (ROOT / "docs/embed.md").read_text(encoding="utf-8")
+    [program] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(program.splitlines()) <= 40
+    file = tmp_path / "example.py"
+    file.write_text(program, encoding="utf-8")
+    for found in ("0 of 512", "512 of 512"):
+        ran = subprocess.run(
+            [sys.executable, str(file), str(tmp_path / "cache")], timeout=60, capture_output=True, text=True, check=True
+        )
+        assert f"found {found} tokens" in ran.stdout, ran.stdout
+        assert "loaded 32 blocks, equal: True" in ran.stdout

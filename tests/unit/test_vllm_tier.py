@@ -1,0 +1,209 @@
+"""Chunks of vLLM's offloading as blocks of the engine, and the options of the tier."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_offload.base import make_offload_key
+
+from undercroft import registration
+from undercroft.config import OPTIONS
+from undercroft.embed import Group
+from undercroft.errors import ConfigError
+from undercroft.vllm_tier import options
+from undercroft.vllm_tier.chunks import Chunks, Place, why_unsupported
+
+ROW = 8192
+HASH = 16
+
+
+def full(tokens: int = HASH) -> Any:
+    return FullAttentionSpec(block_size=tokens, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def window(size: int, tokens: int = HASH) -> Any:
+    return SlidingWindowSpec(block_size=tokens, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=size)
+
+
+def state(tokens: int = HASH) -> Any:
+    return MambaSpec(block_size=tokens, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+def chunks(specs: Sequence[Any], per_chunk: int = 1, offloaded: Sequence[int] | None = None) -> Chunks:
+    groups = [KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(specs)]
+    of_vllm = SimpleNamespace(
+        groups=[
+            SimpleNamespace(group_id=index, tokens_per_block=specs[index].block_size)
+            for index in (range(len(specs)) if offloaded is None else offloaded)
+        ],
+        cache=SimpleNamespace(tokens_per_hash=HASH, blocks_per_chunk=per_chunk),
+    )
+    return Chunks(of_vllm, KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups), ROW)
+
+
+def key(group: int, number: int = 1) -> bytes:
+    return make_offload_key(number.to_bytes(32, "big"), group)
+
+
+def test_a_chunk_of_several_blocks_is_one_block_of_the_engine() -> None:
+    made = chunks([full()], per_chunk=4)
+    assert made.groups.engine_block_size == 64
+    assert made.registration() == [Group((ROW,), "full", 64)]
+    assert made.place(key(0), 128) == Place(0, 1)
+    assert made.place(key(0), 96) is None, "the beginning of a chunk at a prompt's end"
+    assert made.place(key(1), 128) is None
+    assert made.place(key(0), None) is None
+    assert [made.serves(Place(0, number), 128) for number in range(3)] == [True, True, False]
+
+
+def test_a_hit_has_as_many_chunks_of_a_window_as_vllm_asks_for() -> None:
+    for size, wanted in ((16, 1), (17, 2), (32, 2), (33, 3), (40, 3)):
+        made = chunks([full(), window(size)])
+        served = [number for number in range(12) if made.serves(Place(1, number), 160)]
+        assert served == list(range(10 - wanted, 10)), size
+    # vLLM's lookup knows no chunks of attention: it wants whole ones before the hit's end.
+    spec = ChunkedLocalAttentionSpec(
+        block_size=HASH, num_kv_heads=1, head_size=8, dtype=torch.float32, attention_chunk_size=48
+    )
+    made = chunks([full(), spec])
+    assert [number for number in range(12) if made.serves(Place(1, number), 160)] == [7, 8, 9]
+
+
+def test_a_hit_has_the_state_at_its_end_only() -> None:
+    made = chunks([full(), state()])
+    assert [number for number in range(12) if made.serves(Place(1, number), 160)] == [9]
+
+
+def test_chunks_of_different_sizes_meet_in_blocks_of_the_engine() -> None:
+    made = chunks([full(), window(100, 32)])
+    assert made.groups.engine_block_size == 32
+    assert [(one.group, one.index, one.block_tokens) for one in made.engine_groups] == [
+        (0, 0, 32),
+        (0, 1, 32),
+        (1, 0, 32),
+    ]
+    places = [made.place(key(0), end) for end in (16, 32, 48, 64)]
+    assert places == [Place(0, 0), Place(1, 0), Place(0, 1), Place(1, 1)]
+    hashes = [number.to_bytes(32, "big") for number in range(1, 5)]
+    for end, place in zip((16, 32, 48, 64), places, strict=True):
+        assert place is not None
+        assert made.end(place) == end
+        assert made.key(place, hashes) == key(0, end // HASH)
+    assert made.key(Place(2, 1), hashes) == key(1, 4)
+    assert made.key(Place(2, 2), hashes) is None
+
+
+def test_groups_that_are_not_offloaded_are_left_out() -> None:
+    made = chunks([state(), full(), state()], offloaded=[1, 2])
+    assert [group.kind for group in made.registration()] == ["full", "state"]
+    assert made.place(key(0), 32) is None
+    assert made.place(key(1), 32) == Place(0, 1)
+    assert made.place(key(2), 32) == Place(1, 1)
+
+
+def test_a_hit_is_no_longer_than_vllms_memory() -> None:
+    assert chunks([full()]).most_tokens(10) == 160
+    assert chunks([full(), window(32)]).most_tokens(10) == 8 * 16, "two chunks are for the window"
+    assert chunks([full(), full(), state()]).most_tokens(11) == 5 * 16
+    assert chunks([full()]).most_tokens(0) == 16
+
+
+def test_rows_are_blocks_in_ascending_order() -> None:
+    [first, second] = Chunks.blocks([Place(0, 3), Place(1, 7), Place(0, 1)], [100, 200, 300])
+    assert (first.group, first.numbers.tolist(), first.addresses.tolist()) == (0, [1, 3], [300, 100])
+    assert (second.group, second.numbers.tolist(), second.addresses.tolist()) == (1, [7], [200])
+
+
+def test_a_group_that_is_not_known_turns_the_tier_off() -> None:
+    class Other(FullAttentionSpec):
+        pass
+
+    groups = [
+        KVCacheGroupSpec(["a"], full()),
+        KVCacheGroupSpec(["b"], Other(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)),
+    ]
+    config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+    assert why_unsupported(config, [0]) is None
+    assert "group 1 is Other" in str(why_unsupported(config, [0, 1]))
+
+
+# Options
+
+ENTRY = {"type": "UndercroftTier", "module_path": "undercroft.vllm_tier"}
+
+
+def connector(**tier: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [ENTRY | tier]},
+    }
+
+
+@pytest.mark.parametrize("name", [option.name for option in OPTIONS])
+def test_each_option_has_an_effect_or_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    [option] = [option for option in OPTIONS if option.name == name]
+    if name in options._ALLOWED:
+        assert name not in options._REFUSED
+        return
+    with pytest.raises(ConfigError, match=f"{name} = .* in secondary_tiers has no effect there: .*Leave it out"):
+        options.parse(ENTRY | {name: option.default})
+    monkeypatch.setenv(option.env, "1")
+    with pytest.raises(ConfigError, match=f"{option.env} = '1' has no effect with secondary_tiers"):
+        options.parse(ENTRY)
+
+
+def test_chunks_pass_through_a_small_memory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options.parse(ENTRY).host_memory.size == 2 << 30
+    assert options.parse(ENTRY, 32 << 20).host_memory.size == 8 << 30
+    assert options.parse(ENTRY | {"host_memory": "64MiB"}, 32 << 20).host_memory.size == 64 << 20
+    assert options.parse(ENTRY | {"server": "unix:///run/s.sock"}).server == "unix:///run/s.sock"
+    monkeypatch.setenv("UNDERCROFT_HOST_MEMORY", "1GiB")
+    assert options.parse(ENTRY).host_memory.size == 1 << 30
+
+
+def test_mistakes_end_the_start_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'disk_path'"):
+        registration.check_options(connector(disk_paht="/x"), local=False)
+    with pytest.raises(ConfigError, match="type = 'Undercroft' in secondary_tiers"):
+        registration.check_options(connector(type="Undercroft"), local=False)
+    plain = connector()
+    plain["kv_connector_extra_config"]["spec_name"] = "CPUOffloadingSpec"
+    with pytest.raises(ConfigError, match="TieringOffloadingSpec"):
+        registration.check_options(plain, local=False)
+    inside = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [connector(io_depth=0)]}}
+    with pytest.raises(ConfigError, match="io_depth"):
+        registration.check_options(inside, local=False)
+    registration.check_options(connector(), local=False)
+    other = {"type": "fs", "root_dir": "/x"}
+    plain["kv_connector_extra_config"]["secondary_tiers"] = [other]
+    registration.check_options(plain, local=False)
+
+
+def test_check_config_takes_the_tiers_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    from undercroft.cli import main
+
+    whole = connector(host_memory="64MiB", disk_path="/nonexistent/x", disk_capacity="1GiB") | {"kv_role": "kv_both"}
+    main.main(["check-config", json.dumps(whole), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["host_memory"] == 64 << 20
+    assert found["options"]["disk_capacity"] == "1GiB"
+
+
+def test_options_are_read_without_vllm() -> None:
+    program = "import sys; from undercroft.vllm_tier import options; sys.exit('vllm' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)

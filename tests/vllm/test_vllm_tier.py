@@ -1,0 +1,260 @@
+"""undercroft as a tier of vLLM's own offloading, in real engines: the tokens are those of a vLLM without any cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import connector_engine
+from connector_engine import LONG, OTHER, TOKENS, References
+from hybrid_engine import BEST, MODELS, Model
+from real_engine import Engine, prompt
+from tier_engine import extra_config, flip_payload_bytes, settled, stats, tier_of
+
+pytestmark = pytest.mark.vllm
+
+Make = Callable[..., Engine]
+OFFLOADING = {"connector": "OffloadingConnector"}
+CROWD = [prompt(897, seed=70 + i) for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def reference(llama: Path) -> References:
+    """The tokens of a vLLM without any cache."""
+    return References(llama, (LONG, TOKENS), (OTHER, TOKENS), *((p, 4) for p in CROWD))
+
+
+def test_hits_from_vllms_host_memory_from_disk_and_after_a_restart(
+    engine: Make, llama: Path, reference: References, tmp_path: Path
+) -> None:
+    options = extra_config(tmp_path / "cache", rows=16)
+    first = engine(llama, options, **OFFLOADING)
+    cold = first.generate(LONG, TOKENS)
+    assert (cold.cached, cold.tokens) == (0, reference(LONG))
+    settled(first)
+    warm = first.generate(LONG, TOKENS)
+    assert (warm.cached, warm.tokens) == (896, reference(LONG))
+    assert stats(first)["disk_reads"] == 0, "vLLM's own host memory had it"
+    for ids in CROWD:
+        first.generate(ids, 4)
+        settled(first)
+    # vLLM's host memory has 16 chunks, and the last prompts take them.
+    back = first.generate(LONG, TOKENS)
+    assert (back.cached, back.tokens) == (896, reference(LONG))
+    settled(first)
+    first.close()
+
+    second = engine(llama, options, **OFFLOADING)
+    again = second.generate(OTHER, TOKENS)
+    assert (again.cached, again.tokens) == (640, reference(OTHER))
+    settled(second)
+    assert stats(second)["disk_reads"] == 5
+    for ids in CROWD:
+        found = second.generate(ids, 4)
+        assert (found.cached, found.tokens) == (896, reference(ids, 4))
+    settled(second)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_windows_and_states_come_back_after_a_restart(
+    name: str, engine: Make, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    model = Model(name, request.getfixturevalue(name), *MODELS[name])
+    options = extra_config(tmp_path / "cache", cpu_bytes_to_use=256 << 20)
+    settings = {"dtype": model.dtype, "blocks": 96, **OFFLOADING}
+    ids = model.ids(4, extra=9)
+    first = engine(model.directory, options, **settings)
+    cold = first.generate(ids, TOKENS, logprobs=BEST)
+    assert cold.cached == 0
+    settled(first)
+    turn = ids + cold.tokens + prompt(model.block, seed=5)
+    whole = first.generate(turn, TOKENS, logprobs=BEST)
+    settled(first)
+    first.close()
+    second = engine(model.directory, options, **settings)
+    again = second.generate(turn, TOKENS, logprobs=BEST)
+    assert again.cached >= 4 * model.block
+    assert model.same(again, whole)
+    settled(second)
+    assert stats(second)["disk_reads"] > 0
+
+
+def test_a_chunk_of_several_blocks(engine: Make, llama: Path, reference: References, tmp_path: Path) -> None:
+    options = extra_config(tmp_path / "cache", blocks_per_chunk=2)
+    first = engine(llama, options, **OFFLOADING)
+    assert first.generate(LONG, TOKENS).tokens == reference(LONG)
+    settled(first)
+    first.close()
+    second = engine(llama, options, **OFFLOADING)
+    warm = second.generate(LONG, TOKENS)
+    assert (warm.cached, warm.tokens) == (768, reference(LONG))
+    settled(second)
+    second.close()
+    # Chunks of another size are in another namespace.
+    third = engine(llama, extra_config(tmp_path / "cache"), **OFFLOADING)
+    cold = third.generate(LONG, TOKENS)
+    assert (cold.cached, cold.tokens) == (0, reference(LONG))
+
+
+def test_a_hit_is_as_long_as_vllms_host_memory(
+    engine: Make, llama: Path, reference: References, tmp_path: Path
+) -> None:
+    first = engine(llama, extra_config(tmp_path / "cache"), **OFFLOADING)
+    first.generate(LONG, TOKENS)
+    settled(first)
+    first.close()
+    second = engine(llama, extra_config(tmp_path / "cache", rows=4), **OFFLOADING)
+    for _ in range(2):
+        warm = second.generate(LONG, TOKENS)
+        assert (warm.cached, warm.tokens) == (512, reference(LONG))
+        settled(second)
+
+
+def test_prompts_that_arrive_together_leave_each_other_room(
+    engine: Make, llama: Path, reference: References, tmp_path: Path
+) -> None:
+    first = engine(llama, extra_config(tmp_path / "cache", rows=64), **OFFLOADING)
+    for ids in CROWD:
+        first.generate(ids, 4)
+        settled(first)
+    first.close()
+    # Six prompts of seven chunks, and host memory for two of them.
+    second = engine(llama, extra_config(tmp_path / "cache", rows=14), **OFFLOADING)
+    answers = second.generate_all(CROWD, 4)
+    assert [answer.tokens for answer in answers] == [reference(ids, 4) for ids in CROWD]
+    assert [answer.cached for answer in answers] == [896] * len(CROWD)
+    settled(second)
+
+
+def test_a_prefix_that_the_tier_has_lost_is_saved_again(
+    engine: Make, llama: Path, reference: References, tmp_path: Path
+) -> None:
+    options = extra_config(tmp_path / "cache")
+    first = engine(llama, options, **OFFLOADING)
+    first.generate(LONG[:385], TOKENS)
+    settled(first)
+    assert tier_of(first)._cache.reset()
+    warm = first.generate(LONG, TOKENS)
+    assert (warm.cached, warm.tokens) == (384, reference(LONG)), "vLLM's own host memory has the beginning"
+    settled(first)
+    first.close()
+    second = engine(llama, options, **OFFLOADING)
+    again = second.generate(LONG, TOKENS)
+    assert (again.cached, again.tokens) == (896, reference(LONG))
+
+
+def test_bytes_that_were_damaged_on_disk_are_computed(
+    engine: Make, llama: Path, reference: References, tmp_path: Path
+) -> None:
+    options = extra_config(tmp_path / "cache")
+    first = engine(llama, options, **OFFLOADING)
+    first.generate(LONG, TOKENS)
+    settled(first)
+    first.close()
+    flip_payload_bytes(tmp_path / "cache")
+    second = engine(llama, options, **OFFLOADING)
+    damaged = second.generate(LONG, TOKENS)
+    assert damaged.tokens == reference(LONG)
+    assert damaged.cached < 896
+    settled(second)
+    assert stats(second)["checksum_failures"] > 0
+    again = second.generate(LONG, TOKENS)
+    assert (again.cached, again.tokens) == (896, reference(LONG))
+
+
+def test_a_disk_that_is_too_small_stays_bounded(
+    engine: Make, llama: Path, reference: References, tmp_path: Path
+) -> None:
+    one = engine(llama, extra_config(tmp_path / "cache", rows=16, disk_capacity="16MiB"), **OFFLOADING)
+    for _ in range(2):
+        for ids in CROWD:
+            assert one.generate(ids, 4).tokens == reference(ids, 4)
+            settled(one)
+    assert stats(one)["disk_evictions"] > 0
+    assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "cache").rglob("*")) < 24 << 20
+
+
+def test_a_disk_that_hangs_costs_a_part_of_the_computing_time(
+    engine: Make, llama: Path, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from undercroft import engine as opening
+
+    options_of = opening.engine_options
+    with_faults: Any = lambda *args, **kwargs: options_of(*args, **kwargs) | {"inject_faults": True}  # noqa: E731
+    monkeypatch.setattr(opening, "engine_options", with_faults)
+    options = extra_config(tmp_path / "cache", promotion_wait="planned")
+    first = engine(llama, options, **OFFLOADING)
+    for ids in (LONG, *CROWD):
+        first.generate(ids, 4)
+        settled(first)
+    first.close()
+    second = engine(llama, options, **OFFLOADING)
+    core = tier_of(second)._cache.engine
+    assert core.limit_reads(0.0)
+    hung = second.generate(LONG, TOKENS)
+    assert hung.tokens == reference(LONG)
+    assert hung.cached < 896
+    found = stats(second)
+    assert found["plans_stopped_rest"] + found["plans_stopped_guarantee"] + found["promotions_given_up"] > 0
+    core.limit_reads(None)
+    for ids in CROWD:
+        answer = second.generate(ids, 4)
+        assert answer.tokens == reference(ids, 4)
+    settled(second)
+
+
+def test_resets_and_changed_weights_leave_nothing_to_find(
+    engine: Make, llama: Path, reference: References, tmp_path: Path
+) -> None:
+    options = extra_config(tmp_path / "cache")
+    one = engine(llama, options, **OFFLOADING)
+    one.generate(LONG, TOKENS)
+    settled(one)
+    assert one.reset_device_cache(connector=True)
+    cold = one.generate(LONG, TOKENS)
+    assert (cold.cached, cold.tokens) == (0, reference(LONG))
+    settled(one)
+    # The tiers' own hits are kept by a reset of vLLM's prefix cache alone.
+    assert one.generate(LONG, TOKENS).cached == 896
+    settled(one)
+    one.core.collective_rpc("get_model")
+    assert tier_of(one).origin.is_private
+    one.generate(OTHER, TOKENS)
+    settled(one)
+    one.close()
+    second = engine(llama, options, **OFFLOADING)
+    later = second.generate(OTHER, TOKENS)
+    assert later.tokens == reference(OTHER)
+    assert later.cached == 640, "the blocks from before the change; the others are shared with nobody"
+
+
+def test_one_directory_serves_both_modes(engine: Make, llama: Path, reference: References, tmp_path: Path) -> None:
+    of_connector = {"host_memory": "64MiB", "disk_path": str(tmp_path / "cache"), "disk_capacity": "256MiB"}
+    for start in range(2):
+        for options, arguments, settle in (
+            (of_connector, {}, connector_engine.settled),
+            (extra_config(tmp_path / "cache"), OFFLOADING, settled),
+        ):
+            one = engine(llama, options, **arguments)
+            answer = one.generate(LONG, TOKENS)
+            assert (answer.cached, answer.tokens) == (896 * start, reference(LONG))
+            settle(one)
+            one.close()
+
+
+def test_two_ranks_share_the_rows(
+    engine: Make, llama: Path, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    options = extra_config(tmp_path / "cache")
+    arguments: dict[str, Any] = {"executor": "mp", "tensor_parallel_size": 2, **OFFLOADING}
+    for start in range(2):
+        one = engine(llama, options, **arguments)
+        answer = one.generate(LONG, TOKENS)
+        assert (answer.cached, answer.tokens) == (896 * start, reference(LONG))
+        settled(one)
+        assert (stats(one)["disk_reads"] > 0) == (start > 0)
+        one.close()

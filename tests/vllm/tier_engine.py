@@ -1,0 +1,69 @@
+"""A real vLLM engine with vLLM's own offloading and undercroft as its tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine_checks import PAYLOAD
+from real_engine import Engine
+
+ROW = PAYLOAD
+"""Bytes of a chunk of one block of the Llama model."""
+
+
+_VLLMS = ("blocks_per_chunk", "canonical_layout", "cpu_bytes_to_use")
+
+
+def extra_config(disk: Path | None, *, rows: int = 32, **more: Any) -> dict[str, Any]:
+    """The options of vLLM's offloading connector. ``rows``: blocks in vLLM's host memory. ``more``: options of vLLM,
+    or else of undercroft."""
+    options: dict[str, Any] = {"host_memory": "64MiB", "promotion_wait": "complete"}
+    if disk is not None:
+        options |= {"disk_path": str(disk), "disk_capacity": "256MiB"}
+    entry = {"type": "UndercroftTier", "module_path": "undercroft.vllm_tier", **options}
+    entry |= {name: value for name, value in more.items() if name not in _VLLMS}
+    return {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "cpu_tier_spec",
+        "cpu_bytes_to_use": rows * ROW,
+        "offload_prompt_only": False,
+        "secondary_tiers": [entry],
+        **{name: value for name, value in more.items() if name in _VLLMS},
+    }
+
+
+def tier_of(running: Engine) -> Any:
+    """undercroft's tier in the scheduler's connector."""
+    [tier] = running.connector.connector_scheduler.manager.secondary_tiers
+    return tier
+
+
+def stats(running: Engine) -> dict[str, Any]:
+    """The counters of the tier's engine."""
+    return tier_of(running)._cache.stats()
+
+
+def settled(running: Engine) -> None:
+    """Let all copies and writes end, check that nothing is held, and empty the device's own cache."""
+    running.idle_steps()
+    tier = tier_of(running)
+    assert not tier.has_pending_work()
+    assert running.device_blocks_in_use() == 0
+    found = stats(running)
+    assert (found["loads"], found["saves"], found["active_lookups"]) == (0, 0, 0)
+    assert tier._cache.engine.flush(30.0)
+    assert running.reset_device_cache()
+
+
+def flip_payload_bytes(directory: Path) -> None:
+    """Change bytes all over the payloads of a cache directory, and none of its records."""
+    data = directory / "data"
+    with data.open("r+b") as file:
+        size = data.stat().st_size
+        for at in range(0, size, PAYLOAD // 2):
+            file.seek(at)
+            byte = file.read(1)
+            if byte and byte != b"\0":
+                file.seek(at)
+                file.write(bytes([byte[0] ^ 0x10]))
