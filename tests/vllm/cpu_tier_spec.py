@@ -80,6 +80,7 @@ class CpuTierWorker(OffloadingWorker):
         """Nothing: a copy has ended when it was submitted."""
 
     def shutdown(self) -> None:
+        self._host.clear()
         self._region.cleanup()
 
 

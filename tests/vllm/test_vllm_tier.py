@@ -13,6 +13,7 @@ from connector_engine import LONG, OTHER, TOKENS, References
 from hybrid_engine import BEST, MODELS, Model
 from real_engine import Engine, prompt
 from tier_engine import extra_config, flip_payload_bytes, settled, stats, tier_of
+from undercroft import _core
 
 pytestmark = pytest.mark.vllm
 
@@ -136,7 +137,8 @@ def test_a_prefix_that_the_tier_has_lost_is_saved_again(
     first = engine(llama, options, **OFFLOADING)
     first.generate(LONG[:385], TOKENS)
     settled(first)
-    assert tier_of(first)._cache.reset()
+    cleared = _core.operate(tier_of(first)._cache.engine.arena.socket, {"clear": {"what": "all", "erase": False}})
+    assert "error" not in cleared
     warm = first.generate(LONG, TOKENS)
     assert (warm.cached, warm.tokens) == (384, reference(LONG)), "vLLM's own host memory has the beginning"
     settled(first)

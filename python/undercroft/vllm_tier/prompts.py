@@ -116,11 +116,12 @@ class Prompts:
         now = time.monotonic()
         if prompt.asked_at is None:
             prompt.asked_at = now
-        if prompt.is_held and not prompt.is_pending:
+        late = now - prompt.asked_at > _WAIT_MAX_S or prompt.tries > _TRIES_MAX
+        if prompt.is_held and not late:
             return
         prompt.begin = begin // self._groups.engine_block_size * self._groups.engine_block_size
-        limit = min(self._shareable.limit(prompt.request), prompt.begin + self._most_tokens)
-        late = now - prompt.asked_at > _WAIT_MAX_S or prompt.tries > _TRIES_MAX
+        # A longer hit would evict its own beginning from vLLM's host memory.
+        limit = min(self._shareable.limit(prompt.request), self._groups.align(prompt.computed) + self._most_tokens)
         if late or limit <= prompt.begin:
             self.drop(prompt)
             return
