@@ -138,13 +138,13 @@ def test_a_broken_observer_keeps_no_load_and_no_end_from_the_scheduler(engine, o
 
 @pytest.mark.parametrize(
     "hook",
-    ["handle_preemptions", "start_load_kv", "wait_for_save", "get_transfer_results", "build_connector_worker_meta"],
+    ["start_load_kv", "wait_for_save", "get_transfer_results", "build_connector_worker_meta"],
 )
 def test_no_error_leaves_a_worker_hook(engine, hook):
     connector = make()
     connector._worker = Broken()
     connector.bind_connector_metadata(UndercroftMetadata())
-    arguments = {"handle_preemptions": (None,), "start_load_kv": (None,), "get_transfer_results": (set(),)}
+    arguments = {"start_load_kv": (None,), "get_transfer_results": (set(),)}
     answer = getattr(connector, hook)(*arguments.get(hook, ()))
     if hook == "get_transfer_results":
         assert not answer.finished_recving

@@ -62,7 +62,6 @@ class Rank:
 
     def step(self, metadata: UndercroftMetadata) -> tuple[set[str], set[str], UndercroftWorkerMetadata | None]:
         metadata = pickle.loads(pickle.dumps(metadata))
-        self.worker.handle_preemptions(metadata)
         self.worker.start_load_kv(metadata)
         self.worker.wait_for_save(metadata)
         if self.worker._copier is not None:
@@ -371,13 +370,26 @@ def test_an_arena_that_serves_no_more_is_let_go_of(host: Host, why: str, monkeyp
     assert one.worker._attached is not None and one.worker._attached.mapping is old
     if why == "its engine has gone":
         old.is_served = False
-        one.step(meta())
+        # The watcher sees it, since steps without transfers do not look.
+        one.worker.release_unserved()
     else:
         one.step(meta(socket="/b"))
     assert one.worker._attached is None and one.worker._copier is None
     host.arenas["/b"] = Arena.create(ARENA)
     assert one.step(meta(socket="/b", saves=[job(2, [2], [0])]))[2] == UndercroftWorkerMetadata({2: 1})
     assert host.attempts == ["/a", "/b"]
+
+
+def test_a_step_without_transfers_waits_for_no_lock(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    assert one.step(meta(saves=[job(1, [2], [0])]))[2] == UndercroftWorkerMetadata({1: 1})
+    assert one.worker.get_kv_connector_stats() is not None
+    monkeypatch.setattr(one.worker, "_lock", None)
+    assert one.step(meta()) == (set(), set(), None)
+    assert one.worker.get_kv_connector_stats() is None
+    with pytest.raises(TypeError, match="context manager"):
+        one.step(meta(saves=[job(2, [2], [0])]))
 
 
 def test_loads_of_a_step_are_answered_although_the_old_arena_cannot_be_let_go_of(

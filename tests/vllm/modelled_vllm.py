@@ -225,7 +225,6 @@ class Vllm:
         self.failed_blocks.clear()
         for worker in self.workers:
             bound = pickle.loads(metadata)
-            worker.handle_preemptions(bound)
             worker.bind_connector_metadata(bound)
             if step.output.has_sync_kv_loads:
                 worker.start_load_kv(None)

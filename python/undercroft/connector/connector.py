@@ -294,14 +294,18 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._engine_stats is not None and self._scheduler is not None:
             # vLLM asks at the end of each step.
             self._scheduler.steps.ended()
-            parts.append(self._engine_stats.collect(time.monotonic(), force=self._scheduler.idle()))
+            if counted := self._engine_stats.collect(time.monotonic(), force=self._scheduler.idle()):
+                parts.append(counted)
         if self._worker is not None and (counters := self._worker.get_kv_connector_stats()):
             parts.append({"counters": counters})
         if self._shadow is not None:
             parts.append(self._shadow.collect())
         # These counts come last: once taken, they are forgotten.
-        stats = UndercroftStats.of(*parts, self._counts.collect())
-        return None if stats.is_empty() else stats
+        if counted := self._counts.collect():
+            parts.append(counted)
+        # Most steps count nothing.
+        stats = UndercroftStats.of(*parts) if parts else None
+        return None if stats is None or stats.is_empty() else stats
 
     @_fail_open(_nothing)
     def shutdown(self) -> None:
@@ -553,11 +557,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.restore_kv_caches()
 
-    @_fail_open(_nothing)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """See `WorkerConnector.handle_preemptions`."""
-        if self._worker is not None:
-            self._worker.handle_preemptions(kv_connector_metadata)
+        """Does nothing: saves hold references on their blocks, so no other request writes these after a preemption."""
 
     @_fail_open(_nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

@@ -274,23 +274,27 @@ class SchedulerConnector:
         tables_of = scheduler_output.kv_connector_block_state
         states_of = getattr(tables_of, "boundary_state_offloads", None) or {}
         scheduled = scheduler_output.num_scheduled_tokens
-        for request_id in {**scheduled, **states_of}:
+        for request_id in {**scheduled, **states_of} if states_of else scheduled:
             state = self._requests.get(request_id)
             if state is None:
                 continue
             state.ran |= request_id in scheduled
             if state.epoch != self._epoch:
                 continue
-            states = self._shareable.states(state.request, states_of.get(request_id, ()))
             computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
+            # A request that decodes fills a block once in many steps, and costs a comparison in the others.
+            if computed in state.settled and not state.save_refused and request_id not in states_of:
+                continue
+            states = self._shareable.states(state.request, states_of.get(request_id, ()))
             num_hashes = self.complete_hashes(state.request, computed)
             # Each request for slots costs time in proportion to the prompt's length, even for one more block.
             due = self._step >= state.retry_at if state.save_refused else num_hashes != state.saved_hashes
-            if not due and not states:
-                continue
-            tables = tables_of.get_block_ids(request_id)
-            if tables is not None:
+            if due or states:
+                tables = tables_of.get_block_ids(request_id)
+                if tables is None:
+                    continue
                 self._save(state, num_hashes, tables, metadata, states=states)
+            state.settled = self._settled(num_hashes, computed)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The workers' reports of a step."""
@@ -304,8 +308,9 @@ class SchedulerConnector:
             if request_id in self._loading:
                 self._single_flight.end(request_id)
                 self._loading.ended(request_id, ok=request_id not in failed)
-        if isinstance(output.kv_connector_worker_meta, UndercroftWorkerMetadata):
-            for save in self._saves.acknowledge(output.kv_connector_worker_meta):
+        answer = output.kv_connector_worker_meta
+        if answer is not None and isinstance(answer, UndercroftWorkerMetadata):
+            for save in self._saves.acknowledge(answer):
                 end_transfer(self._session, self._report, save.transfer_id, save.ok, save.given_up)
 
     def request_finished(self, request: Request, tables: tuple[list[int], ...]) -> None:
@@ -396,6 +401,7 @@ class SchedulerConnector:
         """Offer all blocks of all requests to the tiers again."""
         for state in self._requests.values():
             state.saved_hashes = state.saved_tokens = state.windows_kept = 0
+            state.settled = range(0)
 
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -542,6 +548,14 @@ class SchedulerConnector:
             tokens = min(tokens, request.num_prompt_tokens)
         whole: int = len(request.block_hashes) * self._groups.hash_block_size
         return min(tokens, whole) // self._groups.engine_block_size
+
+    def _settled(self, num_hashes: int, computed_tokens: int) -> range:
+        """See `RequestState.settled`. Empty if something else than ``computed_tokens`` limits the complete blocks:
+        hashes that appear late, for instance."""
+        size = self._groups.engine_block_size
+        first = num_hashes * size + self._provisional_tokens
+        settled = range(first, first + size)
+        return settled if computed_tokens in settled else range(0)
 
     def _save(
         self,

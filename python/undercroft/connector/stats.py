@@ -331,6 +331,8 @@ class Counts:
 
     def collect(self) -> dict[str, Any]:
         """The counts since the last call, as the data of `UndercroftStats`."""
+        if not self._counters and not self._samples:
+            return {}
         data = {"counters": self._counters, "samples": self._samples}
         self._counters, self._samples = {}, {}
         return {name: value for name, value in data.items() if value}

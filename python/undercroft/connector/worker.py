@@ -169,12 +169,23 @@ class WorkerConnector:
         if self._layout is None and self._kv_caches:
             self._layout = device_layout(self._config, self._kv_caches)
 
-    def handle_preemptions(self, metadata: UndercroftMetadata) -> None:
-        """Does nothing: saves hold references on their blocks, so no other request writes these after a preemption."""
+    # Most steps have no transfer. The next methods find that out without the lock, in a comparison or two.
 
-    @_exclusive
     def start_load_kv(self, metadata: UndercroftMetadata) -> None:
         """Start the loads of this step. Raises nothing: a load that cannot start is reported as failed."""
+        if metadata.loads or metadata.failed_loads or not self._has_arena_of(metadata):
+            self._start_loads(metadata)
+
+    def _has_arena_of(self, metadata: UndercroftMetadata) -> bool:
+        """Whether no arena but that of the metadata is in use or being attached. The watcher releases one whose engine
+        has ended."""
+        if self._early is not None:
+            return False
+        is_unused = self._attached is None and self._attempt is None
+        return is_unused or self._arena_key == _arena_key(metadata)
+
+    @_exclusive
+    def _start_loads(self, metadata: UndercroftMetadata) -> None:
         try:
             self._leave_old_arena(metadata)
         except Exception as error:
@@ -184,30 +195,40 @@ class WorkerConnector:
             self._outcomes.end_load(request_id, ok=False)
         self._start(metadata.loads, metadata, to_arena=False)
 
-    @_exclusive
     def wait_for_save(self, metadata: UndercroftMetadata) -> None:
         """Start the saves of this step. In stream order they follow the forward pass that computes their blocks.
 
         Raises nothing: a save that cannot start is acknowledged as failed.
         """
-        self._start(metadata.saves, metadata, to_arena=True)
+        if metadata.saves:
+            with self._lock:
+                self._start(metadata.saves, metadata, to_arena=True)
 
-    @_exclusive
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads have ended since the last call, and the requests among them whose loads failed."""
-        self._collect()
-        return self._outcomes.take_loads()
+        if self._has_nothing_to_report():
+            return KVConnectorTransferResults()
+        with self._lock:
+            self._collect()
+            return self._outcomes.take_loads()
 
-    @_exclusive
     def build_connector_worker_meta(self) -> UndercroftWorkerMetadata | None:
         """The saves that have ended since the last call; None if there are none."""
-        self._collect()
-        return self._outcomes.take_saves()
+        if self._has_nothing_to_report():
+            return None
+        with self._lock:
+            self._collect()
+            return self._outcomes.take_saves()
 
-    @_exclusive
     def get_kv_connector_stats(self) -> dict[str, float] | None:
         """Counters since the last call (`undercroft.connector.stats.WORKER_KEYS`); None if nothing happened."""
-        return self._outcomes.take_counters()
+        if not self._outcomes.has_counters:
+            return None
+        with self._lock:
+            return self._outcomes.take_counters()
+
+    def _has_nothing_to_report(self) -> bool:
+        return not self._running and self._leaving is None and not self._outcomes.has_reports
 
     def shutdown(self) -> None:
         """Wait for running copies and release the arena. Idempotent."""
