@@ -6,6 +6,7 @@ vLLM are in `undercroft.vllm_patches`.
 
 from __future__ import annotations
 
+import bisect
 import importlib
 import os
 import time
@@ -23,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -139,11 +141,23 @@ def block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tupl
 
 
 def device_hit_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int:
-    """Tokens of a request's prompt in the device's own prefix cache now. Does not change their time of last use."""
+    """Tokens of a request's prompt in the device's own prefix cache now. Does not change their time of last use.
+
+    With full attention alone this is a bisection: blocks are evicted from the end of a chain, and vLLM itself walks the
+    whole prefix later. If a block in the middle was evicted all the same, the result may be too large.
+    """
     if not kv_cache_manager.enable_caching:
         return 0
-    hit = kv_cache_manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
-    return int(hit[1])
+    coordinator, hashes = kv_cache_manager.coordinator, request.block_hashes
+    most = request.num_tokens - 1
+    [manager, *others] = coordinator.single_type_managers
+    if others or type(manager) is not FullAttentionManager:
+        return int(coordinator.find_longest_cache_hit(hashes, most)[1])
+    pool, size = coordinator.block_pool, manager.block_size
+    blocks = range(min(len(hashes), most // size))
+    hit = bisect.bisect_left(blocks, True, key=lambda block: not pool.get_cached_block(hashes[block], [0]))
+    # With drafts, vLLM computes the last block again.
+    return int(max(0, hit - bool(manager.use_eagle)) * size)
 
 
 def free_chunks(offloading_connector: Any) -> int | None:

@@ -64,6 +64,32 @@ def test_only_what_is_new_is_held_for_a_save_that_goes_on():
     assert [world.pool.blocks[block].ref_cnt for block in world.tables["a"][0]] == [1, 1, 2, 2]
 
 
+def test_blocks_that_the_device_had_before_the_request_are_not_held_for_its_save():
+    world = World()
+    request = Request("a", tokens(4 * BLOCK))
+    world.connector.on_new_request(request)
+    world.connector.get_num_new_matched_tokens(request, 2 * BLOCK)
+    request.num_computed_tokens = 2 * BLOCK
+    world.admit(request)
+    world.session.is_slow = True
+    world.step([(request, 2 * BLOCK)])
+    assert [world.pool.blocks[block].ref_cnt for block in world.tables["a"][0]] == [1, 1, 2, 2]
+
+
+def test_blocks_that_a_load_brought_are_not_held_for_the_save():
+    world = World()
+    world.prefill(Request("a", tokens(2 * BLOCK)))
+    request = Request("b", tokens(4 * BLOCK))
+    world.connector.on_new_request(request)
+    assert world.connector.get_num_new_matched_tokens(request, 0) == (2 * BLOCK, True)
+    world.admit(request, external=2 * BLOCK)
+    world.answer(world.step())
+    request.num_computed_tokens = 2 * BLOCK
+    world.session.is_slow = True
+    world.step([(request, 2 * BLOCK)])
+    assert [world.pool.blocks[block].ref_cnt for block in world.tables["b"][0]] == [1, 1, 2, 2]
+
+
 def test_slots_for_blocks_that_were_not_held_are_given_back_and_asked_for_again():
     world = World()
     request = Request("a", tokens(4 * BLOCK))

@@ -13,6 +13,7 @@ import pytest
 import undercroft
 from engine_checks import add, begun, finish, nothing_left, step
 from real_engine import Engine, prompt
+from undercroft import compat
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -66,6 +67,19 @@ def test_the_first_step_takes_every_request_up_that_need_not_wait_for_the_disk(s
         assert (request.status.name == "WAITING_FOR_REMOTE_KVS") is (held == "in host memory")
         finish(one)
     nothing_left(one)
+
+
+def test_the_tokens_that_the_device_holds_are_those_of_vllms_own_walk(start: Start) -> None:
+    one = start(True)
+    one.generate_all(SEVERAL, 4)
+    manager = one.scheduler.kv_cache_manager
+    for ids in (LONG, *SEVERAL, [*SEVERAL[0][:650], *LONG]):
+        add(one, "asked", ids, 1)
+        [request] = one.scheduler.requests.values()
+        walked = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[1]
+        assert compat.device_hit_tokens(manager, request) == walked
+        assert bool(walked) is (ids is not LONG)
+        finish(one)
 
 
 def calls(work: Callable[[], object]) -> int:

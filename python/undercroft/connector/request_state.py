@@ -89,6 +89,9 @@ class RequestState:
     def ask(self, num_computed_tokens: int, epoch: int) -> bool:
         """The scheduler asks. Returns whether the request has lost its device blocks since the last question."""
         self.num_computed_tokens = num_computed_tokens
+        # These blocks were offered to the tiers when they were computed. If the tiers want one of them again, the save
+        # is refused, and retried with all blocks.
+        self.saved_tokens = num_computed_tokens
         self.epoch = epoch
         self.ran = self.is_loaded = self.waits_for_load = False
         self.unread_tokens = 0

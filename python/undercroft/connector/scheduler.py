@@ -226,6 +226,7 @@ class SchedulerConnector:
             return
         self._loading.begin(request_id, plan)
         self.origin.loads()
+        state.saved_tokens = state.num_computed_tokens + num_external_tokens
         self._metadata.loads.append(plan.job)
         self.steps.computed(state, state.num_computed_tokens + num_external_tokens)
         begin = state.num_computed_tokens
