@@ -116,7 +116,8 @@ def test_a_server_killed_in_the_middle_of_a_copy(
     assert one.connector._scheduler.idle()
     assert one.reset_device_cache()
     assert held.jobs == []
-    assert worker()._copier is not held
+    # The watcher looks once in a second.
+    until("released", lambda: worker()._copier is not held)
 
     monkeypatch.undo()
     if returns:
