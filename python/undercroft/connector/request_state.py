@@ -98,6 +98,18 @@ class RequestState:
         lost, self.lost_blocks = self.lost_blocks, False
         return lost
 
+    def settle(self, num_hashes: int, block_size: int, computed_tokens: int, provisional_tokens: int) -> None:
+        """All of ``num_hashes`` complete blocks have been offered to the tiers. Nothing is settled if something else than
+        ``computed_tokens`` limits their number: hashes that appear late, for instance."""
+        first = num_hashes * block_size + provisional_tokens
+        settled = range(first, first + block_size)
+        self.settled = settled if computed_tokens in settled else range(0)
+
+    def save_again(self) -> None:
+        """Offer all blocks to the tiers again."""
+        self.saved_hashes = self.saved_tokens = self.windows_kept = 0
+        self.settled = range(0)
+
     def take_found(self, num_computed_tokens: int) -> Lookup | None:
         """The answer that is `found` for these tokens. A second lookup would begin the reads and checks anew that the
         first one has ended."""

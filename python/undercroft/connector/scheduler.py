@@ -291,11 +291,10 @@ class SchedulerConnector:
             # Each request for slots costs time in proportion to the prompt's length, even for one more block.
             due = self._step >= state.retry_at if state.save_refused else num_hashes != state.saved_hashes
             if due or states:
-                tables = tables_of.get_block_ids(request_id)
-                if tables is None:
+                if (tables := tables_of.get_block_ids(request_id)) is None:
                     continue
                 self._save(state, num_hashes, tables, metadata, states=states)
-            state.settled = self._settled(num_hashes, computed)
+            state.settle(num_hashes, self._groups.engine_block_size, computed, self._provisional_tokens)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The workers' reports of a step."""
@@ -401,8 +400,7 @@ class SchedulerConnector:
     def _save_again(self) -> None:
         """Offer all blocks of all requests to the tiers again."""
         for state in self._requests.values():
-            state.saved_hashes = state.saved_tokens = state.windows_kept = 0
-            state.settled = range(0)
+            state.save_again()
 
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -549,14 +547,6 @@ class SchedulerConnector:
             tokens = min(tokens, request.num_prompt_tokens)
         whole: int = len(request.block_hashes) * self._groups.hash_block_size
         return min(tokens, whole) // self._groups.engine_block_size
-
-    def _settled(self, num_hashes: int, computed_tokens: int) -> range:
-        """See `RequestState.settled`. Empty if something else than ``computed_tokens`` limits the complete blocks:
-        hashes that appear late, for instance."""
-        size = self._groups.engine_block_size
-        first = num_hashes * size + self._provisional_tokens
-        settled = range(first, first + size)
-        return settled if computed_tokens in settled else range(0)
 
     def _save(
         self,
