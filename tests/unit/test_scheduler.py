@@ -5,12 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from fake_core import SLOT
 from fake_vllm import BLOCK, Blocks, Request, worker_output
 from scheduler_world import World, tokens
-from undercroft import compat
 from undercroft.connector import scheduler as module
 from undercroft.connector.groups import Groups
 
@@ -512,29 +510,6 @@ def test_prefetch_leaves_out_what_the_device_holds():
     world.connector.bind_kv_cache_manager(SimpleNamespace(enable_caching=True, coordinator=coordinator))
     world.connector.on_new_request(Request("a", tokens(5 * BLOCK)))
     assert world.session.calls == [("prefetch", "a", 2 * BLOCK, 5 * BLOCK)]
-
-
-@pytest.mark.parametrize("drafts", [False, True])
-def test_few_probes_find_the_end_of_what_the_device_holds_of_a_long_prompt(drafts):
-    block, blocks, probes = 16, 8192, 0
-    manager = FullAttentionManager.__new__(FullAttentionManager)
-    manager.block_size, manager.use_eagle = block, drafts
-
-    def get_cached_block(block_hash, group_ids):
-        nonlocal probes
-        probes += 1
-        return [block_hash] if block_hash < held else None
-
-    pool = SimpleNamespace(get_cached_block=get_cached_block)
-    coordinator = SimpleNamespace(single_type_managers=[manager], block_pool=pool)
-    vllm = SimpleNamespace(enable_caching=True, coordinator=coordinator)
-    request = SimpleNamespace(block_hashes=range(blocks), num_tokens=blocks * block)
-    for held in (0, 1, 2, 100, blocks - 1, blocks):
-        probes = 0
-        # The last token is computed in any case, and with drafts a block more.
-        whole = min(held, blocks - 1)
-        assert compat.device_hit_tokens(vllm, request) == max(0, whole - drafts) * block
-        assert probes <= 14
 
 
 def test_request_that_must_not_read_the_cache_misses():

@@ -99,7 +99,7 @@ class RequestState:
         return lost
 
     def settle(self, num_hashes: int, block_size: int, computed_tokens: int, provisional_tokens: int) -> None:
-        """All of ``num_hashes`` complete blocks have been offered to the tiers. Nothing is settled if something else than
+        """All of ``num_hashes`` complete blocks have been offered to the tiers. Nothing is settled if anything but
         ``computed_tokens`` limits their number: hashes that appear late, for instance."""
         first = num_hashes * block_size + provisional_tokens
         settled = range(first, first + block_size)
