@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from undercroft import _core
 
 COMMAND = [sys.executable, "-m", "undercroft.cli.main"]
 STOP_TIMEOUT_S = 30
+START_TIMEOUT_S = 60
 
 
 class ServeProcess:
@@ -30,14 +32,20 @@ class ServeProcess:
             text=True,
         )
         self.printed: list[str] = []
-        for line in self.process.stdout:
-            self.printed.append(line.rstrip())
-            if "ready" in line:
-                break
-        else:
-            code, message = self.process.wait(STOP_TIMEOUT_S), self.process.stderr.read()
-            self.close()
-            raise AssertionError(f"exit code {code}: {message}")
+        # A server with a wrong level or file may never say that it is ready.
+        limit = threading.Timer(START_TIMEOUT_S, self.process.kill)
+        limit.start()
+        try:
+            for line in self.process.stdout:
+                self.printed.append(line.rstrip())
+                if "ready" in line:
+                    break
+            else:
+                code, message = self.process.wait(STOP_TIMEOUT_S), self.process.stderr.read()
+                self.close()
+                raise AssertionError(f"exit code {code}: {message}")
+        finally:
+            limit.cancel()
 
     def __enter__(self) -> ServeProcess:
         return self

@@ -121,6 +121,17 @@ def test_flags_win_over_the_environment() -> None:
     assert (config.io_depth, config.host_memory) == (8, Amount(size=1 << 30))
 
 
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that starts in spite of wrong options would serve for ever."""
+
+    def start(*_: object) -> None:
+        raise AssertionError("the server starts")
+
+    monkeypatch.setattr(serve, "open_engine", start)
+
+
+@pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
@@ -156,6 +167,7 @@ def test_disk_path_may_be_given_several_times() -> None:
     assert flags("--disk-path", "/a", "--disk-path", "/b").disk_path == ["/a", "/b"]
 
 
+@pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
