@@ -12,8 +12,9 @@ use slotmap::SlotMap;
 use super::connection::{AccountId, ConnectionId};
 use super::peer::Peer;
 
-/// Largest advantage, in time, of a process without work for a long time.
-const CREDIT: Duration = Duration::from_millis(1);
+/// Largest advantage, in time, of a process without work for a long time: about one turn, so that it comes first. Each of
+/// many such processes with work at once delays the others by this.
+const CREDIT: Duration = Duration::from_micros(100);
 
 /// Largest debt of a process. Each other process with work may be served for this long before the process has its next
 /// turn.
@@ -29,26 +30,28 @@ pub(super) fn processor_time() -> Duration {
         + Duration::from_nanos(now.tv_nsec.unsigned_abs())
 }
 
-/// The time that was spent on a process.
-#[derive(Debug)]
+/// The time that was spent on a process, and its connections.
+#[derive(Debug, Default)]
 struct Account {
     spent: Duration,
     connections: usize,
+    /// Those with work, in the order in which they came. Some may be closed.
+    waiting: VecDeque<ConnectionId>,
 }
 
-/// Connections with work, and the accounts of all processes with a connection.
+/// The accounts of all processes with a connection. A turn costs a look at each account, not at each connection.
 #[derive(Debug, Default)]
 pub(super) struct FairQueue {
     accounts: SlotMap<AccountId, Account>,
-    /// In the order in which the connections came.
-    waiting: VecDeque<ConnectionId>,
+    /// Connections with work, of all accounts.
+    waiting: usize,
     /// The time that was spent on the process of the last turn.
     clock: Duration,
 }
 
 impl FairQueue {
     pub(super) fn is_empty(&self) -> bool {
-        self.waiting.is_empty()
+        self.waiting == 0
     }
 
     /// Number of accounts.
@@ -59,11 +62,7 @@ impl FairQueue {
 
     /// The account of a new connection: that of its process, `shared`, if the process has other connections.
     pub(super) fn open(&mut self, shared: Option<AccountId>) -> AccountId {
-        let new = Account {
-            spent: Duration::ZERO,
-            connections: 0,
-        };
-        let id = shared.unwrap_or_else(|| self.accounts.insert(new));
+        let id = shared.unwrap_or_else(|| self.accounts.insert(Account::default()));
         self.accounts[id].connections += 1;
         id
     }
@@ -72,30 +71,35 @@ impl FairQueue {
     pub(super) fn close(&mut self, account: AccountId) {
         self.accounts[account].connections -= 1;
         if self.accounts[account].connections == 0 {
-            self.accounts.remove(account);
+            let closed = self.accounts.remove(account);
+            self.waiting -= closed.map_or(0, |closed| closed.waiting.len());
         }
     }
 
     /// A connection has work.
     pub(super) fn push(&mut self, id: ConnectionId, peer: &mut Peer) {
         if !std::mem::replace(&mut peer.is_queued, true) {
-            let spent = &mut self.accounts[peer.account].spent;
-            *spent = (*spent).max(self.clock.saturating_sub(CREDIT));
-            self.waiting.push_back(id);
+            let account = &mut self.accounts[peer.account];
+            account.spent = account.spent.max(self.clock.saturating_sub(CREDIT));
+            account.waiting.push_back(id);
+            self.waiting += 1;
         }
     }
 
     /// Removes and returns the connection whose turn it is.
     pub(super) fn pop(&mut self, peers: &mut SlotMap<ConnectionId, Peer>) -> Option<ConnectionId> {
-        self.waiting.retain(|&id| peers.contains_key(id));
-        let spent_on = |id: ConnectionId| self.accounts[peers[id].account].spent;
-        let waiting = self.waiting.iter().enumerate();
-        let (at, _) = waiting.min_by_key(|&(_, &id)| spent_on(id))?;
-        let id = self.waiting.remove(at)?;
-        let peer = &mut peers[id];
-        peer.is_queued = false;
-        self.clock = self.clock.max(self.accounts[peer.account].spent);
-        Some(id)
+        loop {
+            let waiting = |account: &&mut Account| !account.waiting.is_empty();
+            let accounts = self.accounts.values_mut().filter(waiting);
+            let account = accounts.min_by_key(|account| account.spent)?;
+            let id = account.waiting.pop_front()?;
+            self.waiting -= 1;
+            if let Some(peer) = peers.get_mut(id) {
+                peer.is_queued = false;
+                self.clock = self.clock.max(account.spent);
+                return Some(id);
+            }
+        }
     }
 
     /// A turn of a connection of this account took so much processor time.
@@ -173,6 +177,43 @@ mod tests {
         let spent: Vec<Duration> = large.iter().map(|&id| busy.spent(id)).collect();
         let (least, most) = (spent.iter().min().unwrap(), spent.iter().max().unwrap());
         assert!(*most - *least <= SLICE, "{spent:?}");
+    }
+
+    #[test]
+    fn who_was_alone_waits_for_two_turns_of_each_of_a_crowd_that_comes() {
+        let mut busy = Busy::default();
+        let first = busy.add(1)[0];
+        for _ in 0..1000 {
+            busy.push(first);
+            busy.turn(|_| SLICE);
+        }
+        let crowd: Vec<ConnectionId> = (0..24).flat_map(|_| busy.add(32)).collect();
+        for &id in &crowd {
+            busy.push(id);
+        }
+        busy.push(first);
+        let mut before = 0;
+        while busy.turn(|_| SLICE) != first {
+            before += 1;
+        }
+        assert!(before <= 2 * 24, "{before} turns of others came first");
+    }
+
+    #[test]
+    fn the_work_of_closed_connections_is_forgotten() {
+        let mut busy = Busy::default();
+        let (closed, open) = (busy.add(2), busy.add(2));
+        for &id in closed.iter().chain(&open) {
+            busy.push(id);
+        }
+        for &id in closed.iter().chain(&open[..1]) {
+            let peer = busy.peers.remove(id).unwrap();
+            busy.queue.close(peer.account);
+        }
+        assert_eq!(busy.queue.accounts(), 1);
+        assert_eq!(busy.queue.pop(&mut busy.peers), Some(open[1]));
+        assert_eq!(busy.queue.pop(&mut busy.peers), None);
+        assert!(busy.queue.is_empty());
     }
 
     #[test]
