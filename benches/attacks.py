@@ -327,11 +327,11 @@ def held_hits(path: str, _: bytes) -> None:
     held(path, loads=False)
 
 
-def crowd(path: str, _: bytes, sends: bool = True) -> None:
+def crowd(path: str, _: bytes) -> None:
     """Connections that never read, that never end requests and saves, and that send half frames."""
     seed, prompt = os.getpid(), os.urandom(32 * 2000)
     clients = []
-    for number in range(32 if sends else 0):
+    for number in range(32):
         with contextlib.suppress(OSError):
             client = Client.registered(path, b"crowd %d %d" % (seed, number))
             client.socket.setblocking(False)
@@ -351,10 +351,6 @@ def crowd(path: str, _: bytes, sends: bool = True) -> None:
                 with contextlib.suppress(OSError):
                     clients[at].socket.send(data)
         time.sleep(0.02)
-
-
-def silent_crowd(path: str, prompt: bytes) -> None:
-    crowd(path, prompt, sends=False)
 
 
 def fuzzed(chance: random.Random) -> bytes:
@@ -380,13 +376,11 @@ def fuzzed(chance: random.Random) -> bytes:
     return data
 
 
-def fuzz(path: str, _: bytes, sends: bool = True) -> None:
+def fuzz(path: str, _: bytes) -> None:
     """Sessions of messages that lie."""
     chance = random.Random(os.getpid())
     while True:
         frames = [fuzzed(chance) for _ in range(chance.choice([5, 50, 300]))]
-        if not sends:
-            continue
         with contextlib.suppress(OSError):
             client = Client(path, 3)
             client.call(register(b"fuzz %d" % chance.randrange(8)))
@@ -398,10 +392,6 @@ def fuzz(path: str, _: bytes, sends: bool = True) -> None:
                         client.socket.recv(1 << 20)
                     client.socket.settimeout(3)
             client.socket.close()
-
-
-def silent_fuzz(path: str, prompt: bytes) -> None:
-    fuzz(path, prompt, sends=False)
 
 
 def pauses(path: str, _: bytes) -> None:
@@ -427,10 +417,10 @@ def some_pings(path: str, _: bytes) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-    """Processes of an attack, and those of its control."""
+    """Processes of an attack, and those of its control: without them, the attack is made on another server."""
 
     processes: list[Callable[[str, bytes], None]]
-    control: list[Callable[[str, bytes], None]]
+    control: list[Callable[[str, bytes], None]] | None = None
 
 
 def compute(_path: str, _prompt: bytes) -> None:
@@ -460,7 +450,7 @@ SINGLE: dict[str, Callable[[str, bytes], None]] = {
     "legitimate: resets of 60,000 blocks": resets,
 }
 ATTACKS = {name: Attack([process], [compute, compute]) for name, process in SINGLE.items()} | {
-    "crowd: 768 connections of 24 processes": Attack([crowd] * 24, [silent_crowd] * 24),
-    "fuzzed messages of 4 processes": Attack([fuzz] * 4, [silent_fuzz] * 4),
+    "crowd: 768 connections of 24 processes": Attack([crowd] * 24),
+    "fuzzed messages of 4 processes": Attack([fuzz] * 4),
     "8 busy clients, and pauses of 0.2 s": Attack([some_pings] * 8 + [pauses], [compute] * 8 + [pauses]),
 }

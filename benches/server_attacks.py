@@ -6,8 +6,8 @@ server's memory beyond its host memory at its peak, and the processor time of th
 in cores; and how many saves of the good client the server has refused for lack of memory.
 
 The control is the same load without the attack: two processes that only compute and never speak to the server, as many
-as an attack and the server that it keeps busy. Attacks of several processes have a control of as many processes, which
-do the same and send nothing.
+as an attack and the server that it keeps busy. The control of an attack of several processes is the same attack on
+another server, since the kernel divides the cores among all of them and the serving thread.
 
 The three take turns, and the round with the least p99 counts for each: other work on the machine only adds to the
 waits. With `--first` the kernel gives cores to the server and the good client before others (needs root).
@@ -22,6 +22,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from attacks import (
     ANSWER,
     ATTACKS,
     BLOCKS,
+    STATUS,
     Client,
     end_transfer,
     finish,
@@ -116,10 +118,10 @@ def processor_s(pid: int | None) -> float:
 
 
 class Server:
-    """A server, and the good client that waits for it."""
+    """A server with a long prompt."""
 
     def __init__(self, directory: str, first: bool) -> None:
-        self.path = f"{directory}/run/serve.sock"
+        self.path = f"{directory}/serve.sock"
         command = ["nice", "-n", str(FIRST)] if first else []
         command += [sys.executable, "-m", "undercroft.cli.main", "serve", "--socket", self.path]
         command += ["--host-memory", f"{HOST_MEMORY >> 20}MiB"]
@@ -128,13 +130,40 @@ class Server:
         assert any("ready" in line for line in self.process.stdout)
         self.prompt = os.urandom(32 * BLOCKS)
         long_prompt(self.path, self.prompt)
+
+    def rest(self) -> None:
+        """Waits until the sessions of processes that have ended are gone: the server ends them in steps."""
+        until = time.monotonic() + 10
+        while sessions(self.path) > 1 and time.monotonic() < until:
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def sessions(path: str) -> int:
+    """Open sessions of a server."""
+    client = Client(path)
+    with client.socket:
+        found = re.search(rb'"sessions":(\d+)', client.call(STATUS))
+    assert found is not None
+    return int(found[1])
+
+
+class Attacked(Server):
+    """A server, and the good client that waits for it."""
+
+    def __init__(self, directory: str, first: bool) -> None:
+        super().__init__(directory, first)
         self.good = GoodClient(self.path, first)
         self.good.start()
         time.sleep(0.5)
 
-    def beside(self, others: list[Callable[[str, bytes], None]], seconds: float) -> Figures:
-        """The good client's waits beside other processes, and what these and the server take."""
-        processes = [multiprocessing.Process(target=other, args=(self.path, self.prompt)) for other in others]
+    def beside(self, others: list[Callable[[str, bytes], None]], seconds: float, at: Server) -> Figures:
+        """The good client's waits beside processes that speak to the server ``at``, and what these and the good
+        client's server take."""
+        processes = [multiprocessing.Process(target=other, args=(at.path, at.prompt)) for other in others]
         peak, used = 0.0, processor_s(self.process.pid)
         for process in processes:
             process.start()
@@ -150,7 +179,8 @@ class Server:
             process.kill()
             process.join()
         # An attack may have stopped it.
-        self.process.send_signal(signal.SIGCONT)
+        at.process.send_signal(signal.SIGCONT)
+        at.rest()
         if self.good.lost or ended:
             # The figures would be those of a client that nobody answers, or whom nobody disturbs.
             who = "the server closed the good client's connection" if self.good.lost else "the abusive process ended"
@@ -159,21 +189,26 @@ class Server:
 
     def end(self) -> None:
         self.good.ends = True
-        self.process.kill()
-        self.process.wait()
+        super().end()
 
 
 def measure(name: str, seconds: float, rounds: int, first: bool) -> dict[str, object]:
     """One attack on a server of its own."""
     attack = ATTACKS[name]
-    parts = {"alone": [], "control": attack.control, "during": attack.processes}
     with tempfile.TemporaryDirectory() as directory:
-        server = Server(directory, first)
+        server = Attacked(f"{directory}/run", first)
+        elsewhere = server if attack.control is not None else Server(f"{directory}/other", first)
+        control = attack.processes if attack.control is None else attack.control
+        parts = {"alone": ([], server), "control": (control, elsewhere), "during": (attack.processes, server)}
         base = memory_mib(server.process.pid)
         try:
-            figures = [{part: server.beside(parts[part], seconds) for part in parts} for _ in range(rounds)]
+            figures = [
+                {part: server.beside(others, seconds, at) for part, (others, at) in parts.items()}
+                for _ in range(rounds)
+            ]
         finally:
             server.end()
+            elsewhere.end()
         least = {part: min((of[part] for of in figures), key=lambda one: one["p99"]) for part in parts}
         peak = max(of["during"]["peak_mib"] for of in figures)
         return {"attack": name, **least, "added_mib": peak - base, "refused": server.good.refused}
