@@ -37,17 +37,16 @@ no effect, and is counted. An impossible value is answered with HTTP 400.
 
 
 def _metrics() -> str:
-    from undercroft.metrics import BUILD_HELP, IO_ENGINE_HELP, METRICS, PREFIX, SERVER_METRICS
+    from undercroft.metrics import INFO_METRICS, METRICS, SERVER_METRICS
 
     return f"""# Metrics
 
 {GENERATED}These metrics are on vLLM's own `/metrics` page, with its labels `model_name` and `engine` before the labels
 named here. vLLM's own `vllm:prompt_tokens_cached_by_source_total` splits hits by tier (`device`, `host`, `disk`).
-All series exist from the start, so that an alert sees the first error.
+All series exist from the start, so that an alert sees the first error. Those of a directory exist as soon as the engine
+has told of it.
 
-{_metric_table(METRICS)}| `{PREFIX}io_engine_info` | gauge | `io_engine` | {IO_ENGINE_HELP} |
-| `{PREFIX}build_info` | gauge | `version` | {BUILD_HELP} |
-
+{_metric_table((*METRICS, *INFO_METRICS))}
 `undercroft serve --metrics` exports those of them that the engine counts, without vLLM's labels, and these:
 
 {_metric_table(SERVER_METRICS)}"""

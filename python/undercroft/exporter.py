@@ -14,14 +14,24 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
 from undercroft._core import ServerError, server_status
 from undercroft.engine import io_engine
 from undercroft.log import logger
-from undercroft.metrics import BUILD_HELP, IO_ENGINE_HELP, IO_ENGINES, METRICS, PREFIX, SERVER_METRICS
+from undercroft.metrics import (
+    BUILD_INFO,
+    DISK_INFO,
+    DISK_OPERATIONS,
+    IO_ENGINE_INFO,
+    IO_ENGINES,
+    METRICS,
+    PREFIX,
+    SERVER_METRICS,
+)
+from undercroft.metrics import Metric as Described
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
@@ -50,19 +60,39 @@ class EngineCollector(Collector):
             sources = {key: labels for key, labels in metric.sources.items() if key in values}
             if not sources:
                 continue
-            family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            found = family(PREFIX + metric.name, metric.help, labels=metric.labels)
+            found = _family(metric)
             for key, labels in sources.items():
                 found.add_metric(labels, values[key])
             yield found
-        info = GaugeMetricFamily(PREFIX + "io_engine_info", IO_ENGINE_HELP, labels=["io_engine"])
+        yield from _of_disks(status["info"]["disks"])
+        info = _family(IO_ENGINE_INFO)
         used = io_engine(status["info"])
         for name in IO_ENGINES:
             info.add_metric([name], int(name == used))
         yield info
-        build = GaugeMetricFamily(PREFIX + "build_info", BUILD_HELP, labels=["version"])
+        build = _family(BUILD_INFO)
         build.add_metric([status["version"]], 1)
         yield build
+
+
+def _family(metric: Described) -> Any:
+    kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+    return kinds[metric.kind](PREFIX + metric.name, metric.help, labels=metric.labels)
+
+
+def _of_disks(disks: list[dict[str, Any]]) -> Iterator[Metric]:
+    """The metrics of the directories. ``disks``: as in `Engine.info`."""
+    times, paths = _family(DISK_OPERATIONS), _family(DISK_INFO)
+    for place, disk in enumerate(disks):
+        paths.add_metric([str(place), disk["path"]], 1)
+        latency = disk["latency"]
+        limits = [*map(str, latency["limits_s"]), "+Inf"]
+        for direction in ("load", "save"):
+            found = latency[direction]
+            buckets = list(zip(limits, found["at_most"], strict=True))
+            times.add_metric([str(place), direction], buckets, found["seconds"])
+    yield times
+    yield paths
 
 
 class _Handler(MetricsHandler):

@@ -14,10 +14,6 @@ from undercroft.reasons import MISSES
 
 PREFIX = "vllm:undercroft_"
 IO_ENGINES = ("io_uring", "thread_pool")
-IO_ENGINE_HELP = "The IO engine of the disk tier: 1 for the one in use. Without a disk tier, 0 for each."
-"""The gauge io_engine_info, which has a series for each of `IO_ENGINES`."""
-BUILD_HELP = "The version of undercroft, as a label; always 1."
-"""The gauge build_info."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +34,6 @@ def _one(name: str, kind: str, help_text: str, key: str | None = None) -> Metric
 
 
 _TIERS = ("host", "disk")
-_LIMITS = ("0.0001", "0.0003", "0.001", "0.003", "0.01", "0.03", "0.1", "0.3", "1", "3", "+Inf")
-LATENCIES: dict[str, tuple[str, ...]] = {
-    f"disk{disk}_{direction}_le_{number}": (str(disk), direction, limit)
-    for disk in range(4)
-    for direction in ("load", "save")
-    for number, limit in enumerate(_LIMITS)
-}
-"""Statistics of the latencies of disks: the number of the directory, the direction, and the limit in seconds."""
 _PLANNED = (*_TIERS, "remote")
 CLIENT_FIELDS_NOT_USED: dict[str, tuple[str, ...]] = {
     **{name: (name, "over_limit") for name in ("lookup", "lookup_timeout_ms", "promotion_wait")},
@@ -183,10 +171,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("learned_prefill_tokens_per_second", "gauge", "Learned rate of computing, by the position in the prompt.",
            ("position",), {"plan_prefill_tokens_per_s": ("0",), "plan_prefill_tokens_per_s_32k": ("32768",)}),
     _one("bytes_per_token", "gauge", "Bytes of a token in the tiers.", "plan_bytes_per_token"),
-    Metric("disk_operations", "counter",
-           "Reads and writes of each directory that took at most `le` seconds, by its place in disk_path, from 0. The "
-           "fourth stands for all further ones. For `histogram_quantile`.",
-           ("disk", "direction", "le"), LATENCIES),
     _one("shadow_prompt_tokens", "counter", "Prompt tokens looked up in the caches of the option shadow."),
     Metric("shadow_hit_tokens", "counter", "Prompt tokens that each cache of the option shadow would have had.",
            ("size",), {f"shadow_hit_tokens_{number}": (str(number),) for number in SHADOWS}),
@@ -250,4 +234,21 @@ SERVER_METRICS: tuple[Metric, ...] = (
     _one("open_descriptors", "gauge", "Open file descriptors of the server.", "server_descriptors"),
 )
 """Further metrics of a shared server. A key ``server_x`` is ``x`` of the server's part of `Engine.status`."""
+
+DISK_OPERATIONS = Metric(
+    "disk_operation_seconds", "histogram",
+    "Time of each read and write of a directory, by its place in disk_path, from 0. Left out under Ray.",
+    ("disk", "direction"),
+)
+DISK_INFO = Metric("disk_info", "gauge", "The path of a directory, as a label; always 1.", ("disk", "path"))
+IO_ENGINE_INFO = Metric(
+    "io_engine_info", "gauge", "The IO engine of the disk tier: 1 for the one in use. Without a disk tier, 0 for each.",
+    ("io_engine",),
+)
+BUILD_INFO = Metric("build_info", "gauge", "The version of undercroft, as a label; always 1.", ("version",))
+INFO_METRICS = (DISK_OPERATIONS, DISK_INFO, IO_ENGINE_INFO, BUILD_INFO)
+"""Metrics whose values come from `Engine.info`, and the version. Those of directories exist for the directories that
+there are."""
+DISK_LIMITS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+"""The limits by which the engine counts the times of operations."""
 # fmt: on

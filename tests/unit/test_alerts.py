@@ -1,4 +1,5 @@
-"""The alerts of deploy/, evaluated by Prometheus's own promtool where it is installed (Debian's package prometheus)."""
+"""The alerts of deploy/ and the pages of metrics, judged by Prometheus's own promtool, where it is installed (Debian's
+package prometheus)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from test_prometheus import prometheus
+from test_serve_cli import Served
+from undercroft.exporter import EngineCollector
+from undercroft.metrics import DISK_LIMITS_S
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus-rules.yaml"
 PROMTOOL = shutil.which("promtool")
@@ -41,18 +48,20 @@ CASES: tuple[tuple[str, dict[str, str], str, bool], ...] = (
     (
         "UndercroftDiskSlow",
         {
-            f'disk_operations_total{{disk="0",direction="load",le="{limit}"}}': f"0+{count}x90"
+            f'disk_operation_seconds_bucket{{disk="0",direction="load",le="{limit}"}}': f"0+{count}x90"
             for limit, count in (("0.1", 90), ("0.3", 95), ("1", 100), ("+Inf", 100))
-        },
+        }
+        | {'disk_info{disk="0",path="/mnt/nvme0"}': "1x90"},
         "60m",
         True,
     ),
     (
         "UndercroftDiskSlow",
         {
-            f'disk_operations_total{{disk="0",direction="load",le="{limit}"}}': f"0+{count}x90"
+            f'disk_operation_seconds_bucket{{disk="0",direction="load",le="{limit}"}}': f"0+{count}x90"
             for limit, count in (("0.1", 100), ("0.3", 100), ("1", 100), ("+Inf", 100))
-        },
+        }
+        | {'disk_info{disk="0",path="/mnt/nvme0"}': "1x90"},
         "60m",
         False,
     ),
@@ -94,3 +103,17 @@ def test_an_alert_fires_when_its_reason_is_there(
     ran = promtool(tmp_path, test)
     assert ("got:" in ran.stdout + ran.stderr) == fires, ran.stdout + ran.stderr
     assert (ran.returncode != 0) == fires
+
+
+def test_promtool_finds_nothing_but_vllms_colon_in_the_names() -> None:
+    assert PROMTOOL is not None
+    vllms, servers = CollectorRegistry(), CollectorRegistry()
+    prometheus(vllms).observe({"disks": ["/a"], "disk_times": {"0 load": [*DISK_LIMITS_S, 7, 0.5]}})
+    servers.register(EngineCollector(Served()))
+    for registry in (vllms, servers):
+        page = generate_latest(registry)
+        assert b"disk_operation_seconds_bucket" in page
+        ran = subprocess.run([PROMTOOL, "check", "metrics"], input=page, capture_output=True, timeout=60)
+        assert ran.stdout == b""
+        lines = ran.stderr.decode().splitlines()
+        assert [line for line in lines if "should not contain ':'" not in line] == []

@@ -20,7 +20,7 @@ from undercroft.cli.check_config import read_config
 from undercroft.cli.main import build_parser
 from undercroft.config import OPTIONS, UndercroftConfig
 from undercroft.exporter import HEALTH_TIMEOUT_S
-from undercroft.metrics import METRICS, PREFIX, SERVER_METRICS
+from undercroft.metrics import INFO_METRICS, METRICS, PREFIX, SERVER_METRICS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text())
@@ -37,7 +37,7 @@ def rules() -> list[dict[str, Any]]:
 def series() -> dict[str, dict[str, set[str]]]:
     """Name of each series -> its labels and their values; none known for those that vLLM and Prometheus add."""
     found: dict[str, dict[str, set[str]]] = {}
-    for metric in (*METRICS, *SERVER_METRICS):
+    for metric in (*METRICS, *SERVER_METRICS, *INFO_METRICS):
         labels = {
             label: {values[index] for values in metric.sources.values()} for index, label in enumerate(metric.labels)
         }
@@ -66,9 +66,9 @@ def check(expression: str) -> None:
                 continue
             assert label in known[name], f"{expression}: {name} has no label {label}"
             assert set(value.split("|")) <= known[name][label], f"{expression}: {label} is never {value}"
-    for labels in re.findall(r"(?:by|without) \(([^)]*)\)", expression):
-        wanted = {label.strip() for label in labels.split(",")} - {"instance", "le"}
-        assert all(wanted <= known[name].keys() for name, _ in chosen), f"{expression}: {labels}"
+    for labels in re.findall(r"(?:by|without|on|group_left) \(([^)]*)\)", expression):
+        wanted = {label.strip() for label in labels.split(",")} - {"instance", "engine", "le"}
+        assert any(wanted <= known[name].keys() for name, _ in chosen), f"{expression}: {labels}"
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.get("alert") or rule["record"])
@@ -98,7 +98,7 @@ def test_the_dashboard_asks_for_series_that_exist() -> None:
     for expression, legend in asked:
         check(expression)
         assert set(re.findall(r"{{(\w+)}}", legend)) <= set(
-            re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", expression)))
+            re.findall(r"\w+", " ".join(re.findall(r"(?:by|group_left) \(([^)]*)\)", expression)))
         )
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}

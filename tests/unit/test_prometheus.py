@@ -14,7 +14,7 @@ from vllm.v1.metrics import ray_wrappers
 
 import undercroft
 from undercroft.connector.prometheus import UndercroftPromMetrics
-from undercroft.metrics import METRICS, PREFIX
+from undercroft.metrics import DISK_LIMITS_S, METRICS, PREFIX
 
 ENGINES = {0: ["m", "0"], 1: ["m", "1"]}
 
@@ -63,6 +63,28 @@ def test_every_series_exists_with_zero_before_anything_is_counted(registry):
     gauges = {key: 1 for metric in METRICS if metric.kind == "gauge" for key in metric.sources}
     metrics.observe({"counters": counters, "gauges": gauges, "samples": {"wait_seconds": [1]}, "io_engine": "io_uring"})
     assert series(registry).keys() == start.keys()
+
+
+def test_the_times_of_disk_operations_are_histograms_of_the_directories_that_there_are(registry):
+    metrics = prometheus(registry)
+    times = [*range(len(DISK_LIMITS_S)), 12, 2.5]
+    for engine in (0, 1, 1):
+        metrics.observe({"disks": ["/a", "/b"][: engine + 1], "disk_times": {"0 load": times}}, engine)
+    found = {
+        (name.removeprefix(PREFIX), labels): value
+        for (name, labels), value in series(registry).items()
+        if "undercroft_disk_" in name
+    }
+    of = {engine: (("direction", "load"), ("disk", "0"), ("engine", str(engine))) for engine in ENGINES}
+    model = (("model_name", "m"),)
+    assert found["disk_operation_seconds_sum", of[0] + model] == 2.5
+    assert found["disk_operation_seconds_count", of[1] + model] == 24
+    for at, limit in enumerate(DISK_LIMITS_S):
+        assert found["disk_operation_seconds_bucket", of[1] + (("le", str(limit)),) + model] == 2 * at
+    zeros = {dict(labels)["disk"] for (name, labels), value in found.items() if name.endswith("count") and not value}
+    assert zeros == {"0", "1"}, "directories without an operation have series"
+    paths = {tuple(value for _, value in labels) for name, labels in found if name == "disk_info"}
+    assert paths == {("0", "0", "m", "/a"), ("0", "1", "m", "/a"), ("1", "1", "m", "/b")}
 
 
 def test_what_cannot_be_recorded_is_said_once_and_kept_from_the_frontend(registry, caplog):
@@ -186,5 +208,6 @@ def test_the_wrappers_for_ray_take_the_metrics(monkeypatch):
     }
     metrics = UndercroftPromMetrics(SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]})
     metrics.observe({"gauges": {"host_used_bytes": 5}, "counters": {"saves_done": 2}, "samples": {"wait_seconds": [1]}})
+    metrics.observe({"disks": ["/a"], "disk_times": {"0 load": [1, 1, 0.5]}})
     recorded = [value for metric in made for value, _ in metric.values if value]
-    assert sorted(recorded) == [1, 1, 2, 5]
+    assert sorted(recorded) == [1, 1, 1, 2, 5]

@@ -57,8 +57,14 @@ STATUS = {
     "info": {
         "io_engine": "io_uring",
         "disks": [
-            {"path": "/a", "capacity": 1 << 40, "health": "good", "fault": None, "latency": LATENCY},
-            {"path": "/b", "capacity": 1 << 40, "health": "no_writes", "fault": "No space left on device"},
+            {"path": "/a", "capacity": 1 << 39, "health": "good", "fault": None, "latency": LATENCY},
+            {
+                "path": "/b",
+                "capacity": 1 << 39,
+                "health": "no_writes",
+                "fault": "No space left on device",
+                "latency": {**LATENCY, "load": LATENCY["save"], "save": {"at_most": [0, 0, 0, 0], "seconds": 0.0}},
+            },
         ],
     },
     "sessions": [
@@ -313,8 +319,8 @@ def test_status_shows_sessions_jobs_tiers_rates_and_health(
         "disk 512 GiB 1 TiB 5000 6",
         "",
         "disk capacity health reads p50 reads p99 writes p50 writes p99 trouble",
-        "/a 1 TiB good <= 1 ms <= 3 ms > 0.01 s > 0.01 s",
-        "/b 1 TiB no_writes - - - - No space left on device",
+        "/a 512 GiB good <= 1 ms <= 3 ms > 0.01 s > 0.01 s",
+        "/b 512 GiB no_writes > 0.01 s > 0.01 s - - No space left on device",
         "",
         "session connected workers answered hits loaded saved lookups now pending loads saves request memory held",
         "abababababab yes 2 170 30 7 MiB 9 MiB 3 1 1 2 5 MiB 4 MiB",
@@ -467,6 +473,15 @@ def test_metrics_are_those_of_the_connector_and_the_servers_own() -> None:
         'vllm:undercroft_io_engine_info{io_engine="io_uring"} 1.0',
         'vllm:undercroft_io_engine_info{io_engine="thread_pool"} 0.0',
         'vllm:undercroft_build_info{version="1.2.3"} 1.0',
+        "# TYPE vllm:undercroft_disk_operation_seconds histogram",
+        'vllm:undercroft_disk_operation_seconds_bucket{direction="load",disk="0",le="0.001"} 60.0',
+        'vllm:undercroft_disk_operation_seconds_bucket{direction="load",disk="0",le="+Inf"} 100.0',
+        'vllm:undercroft_disk_operation_seconds_count{direction="load",disk="0"} 100.0',
+        'vllm:undercroft_disk_operation_seconds_sum{direction="load",disk="0"} 0.2',
+        'vllm:undercroft_disk_operation_seconds_count{direction="load",disk="1"} 2.0',
+        'vllm:undercroft_disk_operation_seconds_count{direction="save",disk="1"} 0.0',
+        'vllm:undercroft_disk_info{disk="0",path="/a"} 1.0',
+        'vllm:undercroft_disk_info{disk="1",path="/b"} 1.0',
         "vllm:undercroft_active_lookups 3.0",
         "vllm:undercroft_connections 4.0",
         "vllm:undercroft_served_lookups_total 500.0",
@@ -474,6 +489,7 @@ def test_metrics_are_those_of_the_connector_and_the_servers_own() -> None:
     ):
         assert line in text, text
     assert "hit_tokens" not in text, "what vLLM's side counts is not the server's to tell"
+    assert 'disk="2"' not in text, "there are two directories"
     engine.reading = later()
     assert "vllm:undercroft_served_lookups_total 600.0" in scrape(port)
     engine.reading["info"]["disks"] = []

@@ -7,6 +7,12 @@ from undercroft.connector.stats import COUNTERS, GAUGES, SAMPLES, STATS_KEYS, Co
 from undercroft.metrics import METRICS
 
 
+def latency(reads=0, seconds=0.0):
+    """The times of a directory, as in `Engine.info`: reads of 2 ms, counted by limits of 1 ms and 10 ms."""
+    none = {"at_most": [0, 0, 0], "seconds": 0.0}
+    return {"limits_s": [0.001, 0.01], "load": {"at_most": [0, reads, reads], "seconds": seconds}, "save": none}
+
+
 class Engine:
     def __init__(self):
         self.values = {"saved_blocks": 0, "host_used_bytes": 0, "host_capacity_bytes": 1000, "disk_read_seconds": 0.0}
@@ -23,12 +29,9 @@ class Engine:
     def connection(self):
         return ("up", "")
 
-    disks = ({"path": "/cache", "health": "good"},)
-
-    infos = 0
+    disks = ({"path": "/cache", "health": "good", "latency": latency()},)
 
     def info(self):
-        self.infos += 1
         return {"io_engine": "io_uring", "disks": list(self.disks)}
 
 
@@ -54,15 +57,24 @@ def test_an_io_engine_is_named_only_with_a_disk_tier():
     assert not EngineStats(engine).collect(100.0)["io_engine"]
 
 
-def test_the_name_of_the_io_engine_is_asked_for_again_only_after_a_takeover():
+def test_times_of_disk_operations_become_differences_and_are_added_up():
     engine = Engine()
     stats = EngineStats(engine)
-    before = engine.infos
-    for second in range(3):
-        assert stats.collect(100.0 + 2 * second)["io_engine"] == "io_uring"
-    assert engine.infos == before + 1
-    engine.took_over, engine.disks = True, ()
-    assert not stats.collect(110.0)["io_engine"]
+    assert stats.collect(100.0)["disks"] == ["/cache"]
+    engine.disks = ({"path": "/a", "latency": latency(3, 0.5)}, {"path": "/b", "latency": latency()})
+    first = UndercroftStats(stats.collect(102.0))
+    assert first.data["disks"] == ["/a", "/b"]
+    assert first.data["disk_times"] == {"0 load": [0, 3, 3, 0.5]}
+    engine.disks = ({"path": "/a", "latency": latency(4, 0.75)}, {"path": "/b", "latency": latency(1, 2.0)})
+    second = UndercroftStats(stats.collect(104.0))
+    assert second.data["disk_times"] == {"0 load": [0, 1, 1, 0.25], "1 load": [0, 1, 1, 2.0]}
+    both = first.aggregate(second).aggregate(UndercroftStats({"counters": {"saves_done": 1}}))
+    assert both.data["disk_times"] == {"0 load": [0, 4, 4, 0.75], "1 load": [0, 1, 1, 2.0]}
+    assert both.data["disks"] == ["/a", "/b"]
+    assert stats.collect(106.0)["disk_times"] == {}
+    # An engine that begins anew.
+    engine.disks = ({"path": "/a", "latency": latency(2, 0.125)},)
+    assert stats.collect(108.0)["disk_times"] == {"0 load": [0, 2, 2, 0.125]}
 
 
 def test_collections_are_added_up_and_empty_ones_left_out():

@@ -10,7 +10,17 @@ from undercroft.compat import KVConnectorPromMetrics
 from undercroft.connector.idle_gauges import IdleGauges
 from undercroft.connector.stats import GAUGES
 from undercroft.log import LogOnce
-from undercroft.metrics import BUILD_HELP, IO_ENGINE_HELP, IO_ENGINES, METRICS, PREFIX
+from undercroft.metrics import (
+    BUILD_INFO,
+    DISK_INFO,
+    DISK_LIMITS_S,
+    DISK_OPERATIONS,
+    IO_ENGINE_INFO,
+    IO_ENGINES,
+    METRICS,
+    PREFIX,
+    Metric,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,30 +47,33 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
         self._series: dict[tuple[int, str], Any] = {}
         """One series for each engine and key of the statistics."""
         self._io_engines: dict[tuple[int, str], Any] = {}
+        self._labels = per_engine_labelvalues
+        self._disk_operations = self._family(DISK_OPERATIONS, DISK_LIMITS_S)
+        self._disk_info = self._family(DISK_INFO)
         for metric in METRICS:
-            family = self._family(metric.kind, metric.name, metric.help, metric.labels)
+            family = self._family(metric)
             for engine, values in per_engine_labelvalues.items():
                 for key, labels in metric.sources.items():
                     self._series[engine, key] = family.labels(*values, *labels)
         self._idle = IdleGauges(self._show)
-        family = self._family("gauge", "build_info", BUILD_HELP, ("version",))
+        family = self._family(BUILD_INFO)
         for values in per_engine_labelvalues.values():
             family.labels(*values, undercroft.__version__).set(1)
-        family = self._family("gauge", "io_engine_info", IO_ENGINE_HELP, ("io_engine",))
+        family = self._family(IO_ENGINE_INFO)
         for engine, values in per_engine_labelvalues.items():
             for name in IO_ENGINES:
                 self._io_engines[engine, name] = family.labels(*values, name)
 
-    def _family(self, kind: str, name: str, documentation: str, labels: tuple[str, ...]) -> Any:
+    def _family(self, metric: Metric, buckets: tuple[float, ...] = _SECONDS) -> Any:
         common: dict[str, Any] = {
-            "name": PREFIX + name,
-            "documentation": documentation,
-            "labelnames": [*self._labelnames, *labels],
+            "name": PREFIX + metric.name,
+            "documentation": metric.help,
+            "labelnames": [*self._labelnames, *metric.labels],
         }
-        if kind == "counter":
+        if metric.kind == "counter":
             return self._counter_cls(**common)
-        if kind == "histogram":
-            return self._histogram_cls(**common, buckets=_SECONDS)
+        if metric.kind == "histogram":
+            return self._histogram_cls(**common, buckets=buckets)
         # Each of several API servers gets the reports of some steps. Like vLLM's gauges, this shows the latest value.
         return self._gauge_cls(**common, multiprocess_mode="mostrecent")
 
@@ -100,3 +113,20 @@ class UndercroftPromMetrics(KVConnectorPromMetrics):
         if used := data.get("io_engine"):
             for name in IO_ENGINES:
                 self._io_engines[engine, name].set(int(name == used))
+        for place, path in enumerate(data.get("disks", ())):
+            self._disk_info.labels(*self._labels[engine], str(place), path).set(1)
+            for direction in ("load", "save"):
+                # From the first report on, like all series.
+                self._disk_operations.labels(*self._labels[engine], str(place), direction)
+        for key, times in data.get("disk_times", {}).items():
+            _add(self._disk_operations.labels(*self._labels[engine], *key.split()), times)
+
+
+def _add(histogram: Any, times: list[float]) -> None:
+    """Add operations that the engine has counted, as in `DiskTimes`. The client of Prometheus has no public way to add
+    more than one at a time, and thousands a second would hold vLLM's frontend up. Ray has no way at all."""
+    buckets = getattr(histogram, "_buckets", ())
+    for bucket, upto, below in zip(buckets, times, [0, *times], strict=False):
+        bucket.inc(upto - below)
+    if buckets:
+        histogram._sum.inc(times[-1])

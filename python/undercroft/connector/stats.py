@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from undercroft.compat import KVConnectorStats
+from undercroft.connector.disk_times import DiskTimes, added
 from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.engine import io_engine
 from undercroft.log import logger
-from undercroft.metrics import CLIENT_FIELDS_NOT_USED, LATENCIES, ORDERS, SHADOWS
+from undercroft.metrics import CLIENT_FIELDS_NOT_USED, ORDERS, SHADOWS
 from undercroft.reasons import REASONS
 
 if TYPE_CHECKING:
@@ -53,10 +54,6 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "disk_write_bytes": ("counter", "payload bytes written to disk"),
     "disk_write_seconds": ("counter", "time from submission to completion of these writes, summed"),
     "disk_writes": ("counter", "payload writes"),
-    **{
-        key: ("counter", f"operations of directory {disk}, to {direction}, that took at most {limit} s")
-        for key, (disk, direction, limit) in LATENCIES.items()
-    },
     "saved_blocks": ("counter", "payloads that became visible by a save"),
     "deduplicated_blocks": ("counter", "payloads not saved because they were cached or being saved already"),
     "refused_host_full": ("counter", "payloads refused: host memory is full of data in use"),
@@ -237,7 +234,8 @@ class UndercroftStats(KVConnectorStats):
     """The statistics since the last report, in plain types that travel between processes.
 
     ``data`` holds ``counters`` (added up), ``gauges`` (the latest counts), ``samples`` (lists of seconds, appended),
-    ``io_engine`` (a name; empty or absent without a disk tier) and ``socket`` (path of the engine's socket).
+    ``io_engine`` (a name; empty or absent without a disk tier), ``disks`` and ``disk_times`` (the paths of the
+    directories and the times of their operations, as in `DiskTimes`), and ``socket`` (path of the engine's socket).
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -273,6 +271,8 @@ class UndercroftStats(KVConnectorStats):
             "gauges": {**mine.get("gauges", {}), **theirs.get("gauges", {})},
             "samples": samples,
             "io_engine": theirs.get("io_engine") or mine.get("io_engine"),
+            "disks": theirs.get("disks") or mine.get("disks"),
+            "disk_times": added(mine.get("disk_times", {}), theirs.get("disk_times", {})),
             "socket": theirs.get("socket") or mine.get("socket"),
         }
         return UndercroftStats({name: value for name, value in data.items() if value})
@@ -357,8 +357,7 @@ class EngineStats:
         self._tokens_in = functools.cache(tokens_in)
         self._interval = interval
         self._last: dict[str, float] = {}
-        self._io_engine: tuple[bool, str] | None = None
-        """Whether the directories were taken over when the name was read, and the name of the IO engine."""
+        self._disk_times = DiskTimes()
         self._due = 0.0
         self._health = DiskHealth(engine)
         self._remote = RemoteHealth(engine)
@@ -391,22 +390,20 @@ class EngineStats:
             if tokens := self._tokens_in(stats.get(key.replace("tokens", "bytes"), 0)):
                 gauges[key] = tokens
         self._last = stats
+        info = self._engine.info()
+        disks = info.get("disks", ())
         return {
             "counters": counters,
             "gauges": gauges,
-            "io_engine": self._io_engine_name(),
+            "io_engine": io_engine(info),
+            "disks": [disk["path"] for disk in disks],
+            "disk_times": self._disk_times.since(disks),
             "socket": self._engine.arena.socket,
         }
 
     def close(self) -> None:
         """End the checks."""
         self._closed.set()
-
-    def _io_engine_name(self) -> str:
-        took_over = self._engine.took_over
-        if self._io_engine is None or self._io_engine[0] != took_over:
-            self._io_engine = took_over, io_engine(self._engine.info())
-        return self._io_engine[1]
 
     def _stats(self) -> dict[str, float]:
         if self._engine.is_shared and not self._engine.took_over:

@@ -178,16 +178,11 @@ impl RunningEngine {
     /// Counters and gauges. A directory counts as degraded if one of its files was deleted. A remote store counts as
     /// degraded if its last operation failed.
     pub(crate) fn stats(&self) -> Value {
-        let taken = self.driver.enter(|engine| {
-            (
-                *engine.counters(),
-                engine.gauges(),
-                engine.health(),
-                engine.latencies(),
-            )
-        });
+        let taken = self
+            .driver
+            .enter(|engine| (*engine.counters(), engine.gauges(), engine.health()));
         // Without an engine all numbers are zero, even the capacities.
-        let (counters, mut gauges, health, latencies) = taken.unwrap_or_default();
+        let (counters, mut gauges, health) = taken.unwrap_or_default();
         let state = self.directories.lock();
         let pairs = state.directories.iter().zip(health);
         let missing = pairs
@@ -195,7 +190,7 @@ impl RunningEngine {
         gauges.disk_degraded += missing.count() as u64;
         drop(state);
         gauges.remote_degraded = self.remote().is_some_and(RemoteTier::has_failed).into();
-        stats_json(&counters, &gauges, &latencies)
+        stats_json(&counters, &gauges)
     }
 
     /// The configuration and findings.

@@ -4,11 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use serde_json::{Map, Value, json};
-use undercroft_core::disk::Latency;
 use undercroft_core::metrics::{Counters, Gauges};
-
-/// Most directories whose latencies are counted separately.
-const DISKS_SHOWN: usize = 4;
 
 /// The source of a server's statistics.
 #[derive(Clone)]
@@ -53,7 +49,7 @@ impl Report {
 }
 
 /// Counters and gauges together; `undercroft.connector.stats` documents each.
-pub fn stats_json(counters: &Counters, gauges: &Gauges, latencies: &[[Latency; 2]]) -> Value {
+pub fn stats_json(counters: &Counters, gauges: &Gauges) -> Value {
     let mut all = Map::new();
     for part in [json!(gauges), json!(counters)] {
         let Value::Object(part) = part else { continue };
@@ -68,24 +64,5 @@ pub fn stats_json(counters: &Counters, gauges: &Gauges, latencies: &[[Latency; 2
             }
         }
     }
-    add_latencies(&mut all, latencies);
     Value::Object(all)
-}
-
-/// Adds the latencies of [`DISKS_SHOWN`] directories: `disk0_load_le_0` and so on. The keys exist even without the
-/// directories. The last also counts all further directories.
-fn add_latencies(all: &mut Map<String, Value>, latencies: &[[Latency; 2]]) {
-    let mut shown = [[Latency::default(); 2]; DISKS_SHOWN];
-    for (at, of_disk) in latencies.iter().enumerate() {
-        for (sum, latency) in shown[at.min(DISKS_SHOWN - 1)].iter_mut().zip(of_disk) {
-            sum.add(latency);
-        }
-    }
-    for (disk, kinds) in shown.iter().enumerate() {
-        for (direction, latency) in ["load", "save"].iter().zip(kinds) {
-            for (limit, count) in latency.at_most().into_iter().enumerate() {
-                all.insert(format!("disk{disk}_{direction}_le_{limit}"), json!(count));
-            }
-        }
-    }
 }

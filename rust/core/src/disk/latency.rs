@@ -31,14 +31,6 @@ impl Latency {
         self.total_ns += ns;
     }
 
-    /// Adds the operations of another directory.
-    pub fn add(&mut self, other: &Self) {
-        for (count, of_other) in self.counts.iter_mut().zip(other.counts) {
-            *count += of_other;
-        }
-        self.total_ns += other.total_ns;
-    }
-
     /// Operations that took no longer than each of [`LATENCY_LIMITS_NS`]; the last element counts all operations.
     pub fn at_most(&self) -> [u64; LATENCY_LIMITS_NS.len() + 1] {
         let mut sum = 0;
@@ -66,8 +58,5 @@ mod tests {
         }
         assert_eq!(latency.at_most(), [2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 4]);
         assert_eq!(latency.total_ns(), 5_000_200_001);
-        let mut both = latency;
-        both.add(&latency);
-        assert_eq!(both.at_most()[10], 8);
     }
 }

@@ -75,7 +75,7 @@ impl Rig {
             stats: undercroft_ipc::StatsSource::new(move || {
                 let taken = of_stats.enter(|engine| (*engine.counters(), engine.gauges()));
                 let (counters, gauges) = taken.unwrap_or_default();
-                undercroft_ipc::stats_json(&counters, &gauges, &[])
+                undercroft_ipc::stats_json(&counters, &gauges)
             }),
         };
         let server = Server::start(SocketLocation::At(socket), served).unwrap();
