@@ -170,6 +170,10 @@ def test_resize_gives_memory_and_space_back_and_takes_them_again(
     stats = engine.stats()
     assert stats["host_used_bytes"] <= stats["host_capacity_bytes"] == resized["host"]["capacity_bytes"]
     assert stats["disk_target_bytes"] == resized["disk"]["target_bytes"] < 12 << 20
+    assert main.main(["status", "--socket", engine.arena.socket]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    # The disk tier's share of 32 MiB that holds blocks.
+    assert " 4 MiB (16 MiB at the start) " in shown and " MiB (30.75 MiB at the start) " in shown, shown
     kept = [prompt for prompt in range(24) if hit(session, prompt, 8) == 8 * BLOCK]
     # The page of the last prompt may be nearly empty, and then cheaper to evict than a full one of older prompts.
     assert set(range(12, 23)) <= set(kept), kept

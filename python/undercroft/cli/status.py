@@ -151,10 +151,12 @@ def print_status(status: dict[str, Any]) -> None:
     if troubles := [f"{stats[name]} {name.replace('_', ' ')}" for name in TROUBLES if stats.get(name)]:
         say(f"trouble: {', '.join(troubles)}")
     say()
-    output.print_table(
-        ("tier", "used", "capacity", "blocks", "evictions"), [_tier(stats, "host"), _tier(stats, "disk")]
-    )
-    if disks := status["info"].get("disks"):
+    info = status["info"]
+    disks = info.get("disks", [])
+    at_start = {"host": info.get("host_memory", 0), "disk": sum(disk["capacity"] for disk in disks)}
+    tiers = [_tier(stats, tier, size) for tier, size in at_start.items()]
+    output.print_table(("tier", "used", "capacity", "blocks", "evictions"), tiers)
+    if disks:
         say()
         latencies = tuple(f"{way} {part}" for way in ("reads", "writes") for part in ("p50", "p99"))
         output.print_table(("disk", "capacity", "health", *latencies, "trouble"), [_disk(disk) for disk in disks])
@@ -179,11 +181,13 @@ def _session(session: dict[str, Any]) -> tuple[Any, ...]:
     return session["namespace"][:12], *values
 
 
-def _tier(stats: dict[str, Any], tier: str) -> tuple[Any, ...]:
+def _tier(stats: dict[str, Any], tier: str, at_start: int) -> tuple[Any, ...]:
     used, capacity = stats[f"{tier}_used_bytes"], stats[f"{tier}_capacity_bytes"]
     size = format_size(capacity)
     if (target := stats.get(f"{tier}_target_bytes", capacity)) < capacity:
         size += f", to be {format_size(target)}"
+    if target < at_start:
+        size += f" ({format_size(at_start)} at the start)"
     return tier, format_size(used), size, stats[f"{tier}_blocks"], stats[f"{tier}_evictions"]
 
 
