@@ -147,7 +147,7 @@ test-vllm-suite: build  ## vLLM's own tests of connectors, with undercroft (its 
 	$(BIN)/python tools/vllm_suite.py $(filter-out tests,$(TESTS))
 
 .PHONY: test-cuda-wheels
-test-cuda-wheels: build  ## vLLM's own CUDA copies over the fake CUDA (extensions of 0.32 and 0.33; 660 MB once)
+test-cuda-wheels: build  ## vLLM's own CUDA copies over the fake CUDA (extensions of 0.32 and 0.33; 680 MB once)
 	libraries="$$($(BIN)/python tools/cuda_wheels.py 0.32.0 0.33.0)"; \
 	UNDERCROFT_CUDA_LIBRARIES="$$libraries" $(BIN)/python -m pytest -q tests/fake_cuda/test_cuda_wheels.py
 

@@ -1,11 +1,13 @@
-"""The compiled extension of vLLM's CUDA wheels, to be loaded over the fake CUDA of the tests.
+"""vLLM's CUDA wheels, to be loaded over the fake CUDA of the tests.
 
-Prints the files, one a line; each is fetched once and kept under ~/.cache/undercroft (90 MB), the wheel is not.
+Prints the compiled extension of each version, one a line. Of a wheel (340 MB) its Python files and the extensions for
+operators and for sleep mode's memory are kept under ~/.cache/undercroft (175 MB): no kernel of attention.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import sys
 import tempfile
 import zipfile
@@ -15,6 +17,7 @@ import overlay
 
 EXTENSION = "vllm/_C_stable_libtorch.abi3.so"
 """Where `swap_blocks_batch` is."""
+EXTENSIONS = (EXTENSION, "vllm/_moe_C_stable_libtorch.abi3.so", "vllm/cumem_allocator.abi3.so")
 
 
 def main() -> int:
@@ -22,21 +25,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("versions", nargs="+", help="such as 0.33.0")
     for version in parser.parse_args().versions:
-        print(library(version))
+        print(unpacked(version) / EXTENSION)
     return 0
 
 
-def library(version: str) -> Path:
-    """The extension of a version."""
-    target = overlay.cache_root() / "cuda-extensions" / version / Path(EXTENSION).name
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            wheel = overlay.download(version, Path(scratch), "its compiled extension")
-            with zipfile.ZipFile(wheel) as archive:
-                extracted = Path(archive.extract(EXTENSION, scratch))
-            extracted.rename(target)
+def unpacked(version: str) -> Path:
+    """The folder to put first on PYTHONPATH for the vLLM of a version.
+
+    Fetches the wheel at the first call. Raises CalledProcessError if pip cannot fetch it, and OSError.
+    """
+    root = overlay.cache_root()
+    root.mkdir(parents=True, exist_ok=True)
+    target = root / f"vllm-cuda-{version}"
+    with Path(root, f"{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=root) as scratch:
+                wheel = overlay.download(version, Path(scratch, "wheel"), "tests on the fake CUDA")
+                new = Path(scratch, "new")
+                with zipfile.ZipFile(wheel) as archive:
+                    archive.extractall(new, filter(_is_kept, archive.namelist()))
+                new.rename(target)
     return target
+
+
+def _is_kept(name: str) -> bool:
+    return name.endswith((".py", ".json")) or name in EXTENSIONS or ".dist-info/" in name
 
 
 if __name__ == "__main__":

@@ -60,7 +60,18 @@ def installed_package() -> Path:
 def download(version: str, target: Path, purpose: str) -> Path:
     """The wheel of a vLLM for CUDA, put into a folder."""
     print(f"Downloading the wheel of vllm {version} (about 340 MB), for {purpose}", file=sys.stderr)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--retries",
+        "2",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ]
     subprocess.run([*command, "--dest", str(target), f"vllm=={version}"], check=True)
     [wheel] = target.glob("*.whl")
     return wheel

@@ -53,6 +53,15 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
   *context = has_context(device) ? reinterpret_cast<CUcontext>(device + 1) : nullptr;
   return CUDA_SUCCESS;
 }
+EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
+  if (context) current_device() = reinterpret_cast<uintptr_t>(context) - 1;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  need_context(device, "cuDevicePrimaryCtxRetain");
+  *context = reinterpret_cast<CUcontext>(static_cast<uintptr_t>(device) + 1);
+  return CUDA_SUCCESS;
+}
 EXPORT CUresult cuGetErrorString(CUresult, const char** text) { *text = "an error of the fake"; return CUDA_SUCCESS; }
 EXPORT CUresult cuMemcpyAsync(CUdeviceptr destination, CUdeviceptr source, size_t size, CUstream stream) {
   count(SINGLE_COPIES);

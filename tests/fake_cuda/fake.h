@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -69,11 +70,15 @@ class Stream {
   void finish();
   bool idle();
   const int device;
+  const int number;
   int priority = 0;
   std::shared_ptr<Graph> capturing;  // while set, work goes into the graph instead
 
  private:
   void run();
+  void delay();
+  std::minstd_rand random;
+  unsigned seeded = 0;
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<Work> queue;
@@ -98,6 +103,9 @@ void captures(int by);
 
 cudaError_t allocate_device(void** pointer, size_t size);
 cudaError_t free_device(void* pointer);
+/// Device memory that the driver maps into reserved addresses, and takes out again.
+void add_device(uintptr_t begin, size_t size);
+bool remove_device(uintptr_t begin, size_t size);
 cudaError_t allocate_host(void** pointer, size_t size);
 cudaError_t free_host(void* pointer);
 cudaError_t register_host(void* pointer, size_t size);

@@ -136,6 +136,10 @@ class Fake:
         """How fast each stream copies from now on; 0: as fast as the machine. Below 0: nothing is moved at all."""
         self._library.fake_copies_at(ctypes.c_double(bytes_per_second))
 
+    def delays(self, seed: int, longest: float) -> None:
+        """Begin each piece of work up to ``longest`` seconds late from now on, drawn from the seed for each stream."""
+        self._library.fake_delays(seed, ctypes.c_double(longest))
+
     def suspend(self, address: int) -> None:
         """Take away the memory behind the allocation of device memory that ``address`` lies in, as sleep mode does."""
         self._library.fake_suspend(ctypes.c_void_p(address), 0)

@@ -102,6 +102,20 @@ cudaError_t free_device(void* pointer) {
   return release(on_device, pointer);
 }
 
+void add_device(uintptr_t begin, size_t size) {
+  count(DEVICE_ALLOCATIONS);
+  std::lock_guard<std::mutex> held(mutex);
+  on_device[begin] = size;
+}
+
+bool remove_device(uintptr_t begin, size_t size) {
+  std::lock_guard<std::mutex> held(mutex);
+  auto range = on_device.find(begin);
+  if (range == on_device.end() || range->second != size) return false;
+  on_device.erase(range);
+  return true;
+}
+
 cudaError_t allocate_host(void** pointer, size_t size) {
   count(HOST_ALLOCATIONS);
   return allocate(allocated, pointer, size);

@@ -70,6 +70,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   *value = attribute == cudaDevAttrComputeCapabilityMajor   ? 9
            : attribute == cudaDevAttrComputeCapabilityMinor ? 0
            : attribute == cudaDevAttrMultiProcessorCount    ? 132
+           : attribute == cudaDevAttrIntegrated             ? 0
                                                             : 1;
   return cudaSuccess;
 }
@@ -215,6 +216,10 @@ EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
   need_context(current_device(), "cudaHostAlloc");
   return result(allocate_host(pointer, size));
 }
+EXPORT cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
+  *device = host;
+  return cudaSuccess;
+}
 EXPORT cudaError_t cudaFreeHost(void* pointer) { return result(free_host(pointer)); }
 EXPORT cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {
   if (refused_in_capture("cudaHostRegister")) return result(cudaErrorStreamCaptureUnsupported);
@@ -240,7 +245,8 @@ EXPORT cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t
   return result(copy(destination, source, size, stream));
 }
 EXPORT cudaError_t cudaMemcpy(void* destination, const void* source, size_t size, cudaMemcpyKind) {
-  finish_device(current_device());
+  // As the legacy stream, which PyTorch's other streams do not wait for.
+  stream_of(nullptr)->finish();
   memcpy(destination, source, size);
   return cudaSuccess;
 }

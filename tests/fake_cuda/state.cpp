@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <thread>
 
@@ -24,6 +25,9 @@ thread_local long mine[COUNTERS];
 thread_local int device_of_thread = 0;
 std::atomic<bool> contexts[MOST_DEVICES];
 std::atomic<int> capture_count;
+std::atomic<double> longest_delay{0};
+std::atomic<unsigned> delay_seed{0};
+std::atomic<int> stream_numbers;
 // Never freed: threads of streams outlive the program's own destructors.
 auto& mutex = *new std::mutex;
 auto& violations = *new std::string;
@@ -77,11 +81,23 @@ bool Done::happened() {
   return done;
 }
 
-Stream::Stream(int device) : device(device) {
+Stream::Stream(int device) : device(device), number(stream_numbers++) {
   std::thread([this] {
     pthread_setname_np(pthread_self(), "fake-stream");
     run();
   }).detach();
+}
+
+void Stream::delay() {
+  const double longest = longest_delay;
+  if (longest <= 0) return;
+  if (const unsigned seed = delay_seed; seed != seeded) {
+    seeded = seed;
+    random.seed(seed * 7919 + number);
+  }
+  // Mostly short, seldom long: work of other streams then overtakes now a piece, now many.
+  const double drawn = std::uniform_real_distribution<>()(random);
+  std::this_thread::sleep_for(std::chrono::duration<double>(longest * drawn * drawn * drawn * drawn));
 }
 
 void Stream::run() {
@@ -92,6 +108,7 @@ void Stream::run() {
     queue.pop_front();
     running = true;
     held.unlock();
+    delay();
     work();
     work = nullptr;
     held.lock();
@@ -185,5 +202,10 @@ EXPORT long fake_violations(char* text, long size) {
 EXPORT void fake_forget_violations() {
   std::lock_guard<std::mutex> held(fake::mutex);
   fake::violations.clear();
+}
+/// From now on each piece of work of a stream begins up to so many seconds late, drawn from the seed and the stream.
+EXPORT void fake_delays(unsigned seed, double longest) {
+  fake::delay_seed = seed;
+  fake::longest_delay = longest;
 }
 EXPORT int fake_has_context(int device) { return fake::has_context(device); }

@@ -31,6 +31,8 @@ SLOT = 20480
 SPIN = 100_000
 """Cycles of a spinning kernel: some tens of microseconds, longer than the copies here."""
 SEEDS = range(4)
+ROW_NUMBERS = 64
+"""So few that each copier writes over numbers of rows that an earlier kernel has read."""
 
 
 class SlowStreams(CudaStreams):
@@ -103,7 +105,8 @@ def work(
     streams: CudaStreams, device: torch.device, seed: int, layout: str, pinner: Any, arena: Arena, **more: Any
 ) -> None:
     cache: SyntheticCache = synthetic_cache(PAGE, 17, LAYERS, layout, device)
-    copier = CudaCopier(cache.layout, arena, 0, Lanes.make(streams, 2 * PAGE * LAYERS), pinner, **more)
+    lanes = Lanes.make(streams, 2 * PAGE * LAYERS, ROW_NUMBERS)
+    copier = CudaCopier(cache.layout, arena, 0, lanes, pinner, **more)
 
     def enqueue(what: Callable[[], None]) -> None:
         torch.cuda._sleep(SPIN)

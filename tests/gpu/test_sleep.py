@@ -1,6 +1,6 @@
 """vLLM's own worker goes to sleep while copies run: they end before the device's memory goes, and go on after it.
 
-The rest of a vLLM on CUDA cannot run here: its kernels and the allocator of its sleep mode need a GPU.
+The rest of a vLLM on CUDA runs in tests/cuda_vllm.
 """
 
 from __future__ import annotations

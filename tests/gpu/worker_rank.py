@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -46,8 +49,16 @@ class Sparse:
     """An arena of any size, without memory behind it. Its engine runs until the test ends it."""
 
     def __init__(self, size: int) -> None:
-        self._arena = Arena.create(size)
+        self._arena = Arena.create(1 << 20)
+        self._file = os.memfd_create("sparse")
+        os.ftruncate(self._file, size)
+        self._mapping = mmap.mmap(self._file, size)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self.size = size
         self.is_served = True
+
+    def fileno(self) -> int:
+        return self._file
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._arena, name)

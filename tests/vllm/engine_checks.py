@@ -18,8 +18,10 @@ PAYLOAD = 4 * BLOCK * 2 * 128 * 4
 class Reference:
     """The tokens of a vLLM without undercroft, one prompt at a time. Usable while other engines are alive."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **arguments: Any) -> None:
+        """``arguments``: further ones of its engine."""
         self._model = model
+        self._arguments = arguments
         self._engine: Engine | None = None
         self._known: dict[tuple[int, ...], list[int]] = {}
 
@@ -41,7 +43,7 @@ class Reference:
         connector, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
         try:
             if self._engine is None:
-                self._engine = Engine(self._model, blocks=64, enable_prefix_caching=False)
+                self._engine = Engine(self._model, blocks=64, enable_prefix_caching=False, **self._arguments)
             return self._engine.generate(ids, n).tokens
         finally:
             kv_transfer_state._KV_CONNECTOR_AGENT = connector

@@ -67,6 +67,7 @@ class Engine:
         max_num_seqs: int = 8,
         executor: str = "uni",
         transfer: Mapping[str, Any] | None = None,
+        enforce_eager: bool = True,
         **engine_args: Any,
     ) -> None:
         """Start it.
@@ -103,7 +104,7 @@ class Engine:
         try:
             self.llm = LLM(
                 model=str(model),
-                enforce_eager=True,
+                enforce_eager=enforce_eager,
                 dtype=dtype,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
@@ -247,13 +248,20 @@ def _leave_modules_out_of_collections() -> None:
     """
     if gc.unfreeze is _nothing:
         return
+    from vllm.platforms import current_platform
     from vllm.v1.engine import core
-    from vllm.v1.worker import cpu_worker, gpu_worker
+    from vllm.v1.worker import gpu_worker
 
+    modules = [core, gpu_worker]
+    if current_platform.is_cpu():
+        # Its model runner puts stand-ins into torch.cuda.
+        from vllm.v1.worker import cpu_worker
+
+        modules.append(cpu_worker)
     gc.collect()
     gc.freeze()
     gc.unfreeze = _nothing
-    for module in (core, cpu_worker, gpu_worker):
+    for module in modules:
         if hasattr(module, "freeze_gc_heap"):
             module.freeze_gc_heap = _nothing
 

@@ -1,0 +1,87 @@
+"""Starts vLLM's CUDA platform over the fake CUDA.
+
+vLLM's Python is its own. Others are the detection of the platform, the warm-up, and kernels that are not Triton's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+
+MARK = "CUDA_VLLM_WHEEL"
+"""Environment variable: the folder of the unpacked wheel that this process's vLLM comes from."""
+ENVIRONMENT = {
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Its images of FlashInfer and DeepGEMM need a compiler for GPUs.
+    "VLLM_USE_DEEP_GEMM": "0",
+}
+NATIVE = {"rms_norm": ["native"], "fused_add_rms_norm": ["native"], "gelu_and_mul_sparse": ["native"]}
+ENGINE: Mapping[str, Any] = {
+    "attention_config": {"backend": "TRITON_ATTN"},
+    "compilation_config": {"custom_ops": ["none"], "mode": 0},
+    "kernel_config": {"ir_op_priority": NATIVE, "enable_jit_warmup": False},
+    "gpu_memory_utilization": 0.5,
+    "kv_cache_memory_bytes": 16 << 20,
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 1024,
+}
+"""Arguments of every engine: a backend whose kernels are Triton's, and PyTorch's own operators elsewhere."""
+
+
+def environment(wheel: Path, devices: int = 1) -> dict[str, str]:
+    """The environment of a process that has the CUDA wheel's vLLM and the fake CUDA."""
+    environment = fake_cuda.environment(devices) | ENVIRONMENT
+    environment[MARK] = str(wheel)
+    environment["PYTHONPATH"] = os.pathsep.join([str(wheel), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return environment
+
+
+def is_loaded() -> bool:
+    """Whether this process was started so."""
+    return fake_cuda.is_loaded() and MARK in os.environ
+
+
+def prepare() -> None:
+    """Make vLLM find its platform and let its kernels compute; before the first engine."""
+    import vllm.platforms
+
+    vllm.platforms.builtin_platform_plugins["cuda"] = lambda: "vllm.platforms.cuda.CudaPlatform"
+    import vllm.utils.torch_utils as torch_utils
+
+    import compute
+
+    register = torch_utils.direct_register_custom_op
+
+    def noting(op_name: str, op_func: Any, *more: Any, **named: Any) -> None:
+        library = named.get("target_lib")
+        namespace = library.ns if library is not None else "vllm"
+        compute.IN_PYTHON[f"{namespace}::{op_name}"] = op_func
+        register(op_name, op_func, *more, **named)
+
+    torch_utils.direct_register_custom_op = noting
+    # Its kernels are not kept, and no backend that is chosen here calls them.
+    flash_attention = "vllm.vllm_flash_attn._vllm_fa2_C"
+    sys.modules[flash_attention] = types.ModuleType(flash_attention)
+    compute.replace_triton()
+
+    import vllm.v1.worker.gpu_worker as gpu_worker
+    from vllm.distributed.device_communicators import cuda_wrapper
+
+    import operators
+
+    operators.install()
+    # It imports all models, and warms kernels up that the interpreter lacks.
+    gpu_worker.kernel_warmup = lambda worker: None
+    # vLLM opens the runtime library by its path, past the fake.
+    runtime = cuda_wrapper.find_loaded_library("libcudart")
+    cuda_wrapper.CudaRTLibrary.path_to_library_cache[runtime] = ctypes.CDLL(None)
