@@ -9,6 +9,7 @@ in Triton's interpreter.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import threading
 import traceback
@@ -29,6 +30,9 @@ _driver = ctypes.CDLL(NAME)
 _driver.cudaLaunchHostFunc.argtypes = [ctypes.c_void_p, _HOST_FUNCTION, ctypes.c_void_p]
 _queued: dict[int, tuple[Work, bool]] = {}
 _numbers = itertools.count(1)
+_shapes: dict[Any, Any] = {}
+"""The results of operators as meta tensors, by the operator and the kinds of its arguments."""
+_generators: dict[int, torch.Generator] = {}
 
 errors: list[str] = []
 """Work that raised on its stream, and operators that nothing computes."""
@@ -72,6 +76,8 @@ def on_cpu(x: Any) -> Any:
         return _alias(x)
     if isinstance(x, torch.Tensor) and x.device.type == "cpu" and not x.is_pinned():
         return x.clone()
+    if isinstance(x, torch.Generator) and x.device.type == "cuda":
+        return _generators.setdefault(id(x), torch.Generator().manual_seed(x.initial_seed()))
     return x
 
 
@@ -80,10 +86,14 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     with _disable_current_modes():
         if storage.nbytes() == 0 or tensor.numel() == 0:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-        memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-        base = torch.frombuffer(memory, dtype=torch.uint8)
+        memory = _memory(storage.data_ptr(), storage.nbytes())
         alias = torch.empty(0, dtype=tensor.dtype)
-        return alias.set_(base.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        return alias.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+@functools.lru_cache(4096)
+def _memory(address: int, size: int) -> torch.UntypedStorage:
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8).untyped_storage()
 
 
 def _operators(*names: str) -> frozenset[Any]:
@@ -136,11 +146,11 @@ class Compute(TorchDispatchMode):
             return _to_copy(*args, **kwargs)
         if func.namespace not in ("aten", "prims"):
             return self._custom(func, args, kwargs)
-        if not has:
-            return _send(func(*args, **{**kwargs, "device": "cpu"}))
         own, named = pytree.tree_map(on_cpu, (args, kwargs))
         if to_cuda:
             named["device"] = torch.device("cpu")
+        if not has:
+            return _send(func(*own, **named))
         if func in DEPEND_ON_VALUES or _indexes_by_mask(func, args):
             torch.cuda.current_stream().synchronize()
             return pytree.tree_map_only(torch.Tensor, _send, func(*own, **named))
@@ -194,12 +204,15 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _with_outputs(func: Any, args: Any, kwargs: Any, own: Any, named: Any) -> Any:
-    with _disable_current_modes():
-        there, there_named = pytree.tree_map_only(torch.Tensor, _meta, (args, kwargs))
-        if "device" in there_named:
-            there_named["device"] = torch.device("meta")
-        shapes = func(*there, **there_named)
-    out = pytree.tree_map_only(torch.Tensor, _empty_like, shapes)
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    call = (func, str(structure), *map(_kind, leaves))
+    if call not in _shapes:
+        with _disable_current_modes():
+            there, there_named = pytree.tree_map_only(torch.Tensor, _meta, (args, kwargs))
+            if "device" in there_named:
+                there_named["device"] = torch.device("meta")
+            _shapes[call] = func(*there, **there_named)
+    out = pytree.tree_map_only(torch.Tensor, _empty_like, _shapes[call])
     targets = [_alias(one) for one in pytree.tree_leaves(out) if isinstance(one, torch.Tensor)]
 
     def work() -> None:
@@ -209,6 +222,13 @@ def _with_outputs(func: Any, args: Any, kwargs: Any, own: Any, named: Any) -> An
 
     queue(work)
     return out
+
+
+def _kind(leaf: Any) -> Any:
+    """All of an argument that the shapes of results depend on."""
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.size()), leaf.stride(), leaf.dtype, leaf.device.type
+    return type(leaf), leaf
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ def attention(
     window_size: tuple[int, int],
     block_table: torch.Tensor,
     softcap: float,
+    q_descale: torch.Tensor | None,
     k_descale: torch.Tensor | None,
     v_descale: torch.Tensor | None,
     chunk_lookback: int = -1,
@@ -29,7 +30,7 @@ def attention(
 ) -> None:
     """As `unified_attention`: queries of several requests over the blocks of a paged KV cache."""
     assert causal
-    for name in ("q_descale", "alibi_slopes", "output_scale", "sinks", "mm_prefix_range", "rswa_prefix_lens"):
+    for name in ("alibi_slopes", "output_scale", "sinks", "mm_prefix_range", "rswa_prefix_lens"):
         assert unused.get(name) is None, name
     size, repeats = k.shape[1], q.shape[1] // k.shape[2]
     for request, used in enumerate(seqused_k.tolist()):
@@ -40,7 +41,11 @@ def attention(
         blocks = block_table[request, : -(-used // size)].long()
         keys = _rows(k, blocks, used, k_descale, request).repeat_interleave(repeats, 1)
         values = _rows(v, blocks, used, v_descale, request).repeat_interleave(repeats, 1)
-        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), keys) * softmax_scale
+        queries = q[begin:end].float()
+        if q.element_size() == 1:
+            assert q_descale is not None
+            queries *= q_descale[request, 0]
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
         here, there = torch.arange(used - (end - begin), used)[:, None], torch.arange(used)[None]

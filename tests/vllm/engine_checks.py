@@ -43,7 +43,8 @@ class Reference:
         connector, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
         try:
             if self._engine is None:
-                self._engine = Engine(self._model, blocks=64, enable_prefix_caching=False, **self._arguments)
+                arguments = {"blocks": 64, "enable_prefix_caching": False, **self._arguments}
+                self._engine = Engine(self._model, **arguments)
             return self._engine.generate(ids, n).tokens
         finally:
             kv_transfer_state._KV_CONNECTOR_AGENT = connector

@@ -17,7 +17,7 @@ Make = Callable[..., Engine]
 def test_windows(fake: Fake, engine: Make, gemma2: Path) -> None:
     """A window of 256 tokens in half of the layers."""
     long = [prompt(400), prompt(300)[:280] + prompt(90, seed=2), prompt(400, seed=1)]
-    plain = Reference(gemma2, **fake_device.ENGINE)
+    plain = Reference(gemma2, blocks=120, **fake_device.ENGINE)
     expected = [plain(ids, TOKENS) for ids in long]
     plain.close()
     one = engine(gemma2, MEMORY, blocks=120)
