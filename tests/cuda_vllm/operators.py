@@ -44,7 +44,7 @@ def attention(
         queries = q[begin:end].float()
         if q.element_size() == 1:
             assert q_descale is not None
-            queries *= q_descale[request, 0]
+            queries *= q_descale.flatten()[0]
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
