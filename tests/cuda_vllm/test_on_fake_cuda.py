@@ -1,4 +1,4 @@
-"""Real engines of vLLM's CUDA wheel over the fake CUDA: every file of `engines`, in a process of its own.
+"""Real engines of vLLM's CUDA wheel over the fake CUDA: every file of `cuda_engines`, in a process of its own.
 
 The wheel of the installed version is fetched once (340 MB); without a network, and without it, the tests are skipped.
 """
@@ -17,7 +17,7 @@ import torch
 import fake_cuda
 import fake_device
 
-ENGINES = Path(__file__).with_name("engines")
+ENGINES = Path(__file__).with_name("cuda_engines")
 FILES = sorted(path.name for path in ENGINES.glob("test_*.py"))
 
 
