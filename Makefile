@@ -143,7 +143,7 @@ test-vllm-031:  ## Smoke test on vLLM 0.31, in an environment of its own
 	.venv-vllm-0.31/bin/python -m pytest -q tests/vllm/test_connector_requests.py
 
 .PHONY: test-vllm-suite
-test-vllm-suite: build  ## vLLM's own tests of connectors, with undercroft (its source package, 45 MB once)
+test-vllm-suite: build  ## vLLM's own tests of connectors and tiers, with undercroft (its source package, 45 MB once)
 	$(BIN)/python tools/vllm_suite.py $(filter-out tests,$(TESTS))
 
 .PHONY: test-cuda-wheels

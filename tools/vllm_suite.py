@@ -2,8 +2,9 @@
 
 The tests come from vLLM's source package of the installed version, and none is edited. They run twice: as they are,
 since undercroft's patches must leave vLLM as its tests want it; and with undercroft's connector where a test leaves the
-connector to the default of vLLM's `create_vllm_config`. `tests/vllm_suite/left_out.json` names the tests that cannot
-hold, each with the reason. The package (45 MB) is fetched once and kept under ~/.cache/undercroft.
+connector to the default of vLLM's `create_vllm_config`, and undercroft's tier where a test takes vLLM's example of one.
+`tests/vllm_suite/left_out.json` names the tests that cannot hold, each with the reason. The package (45 MB) is fetched
+once and kept under ~/.cache/undercroft.
 """
 
 from __future__ import annotations
@@ -38,6 +39,17 @@ FILES = [
         "remote_decode_lifecycle",
     )
 ]
+TIER = "tests/v1/kv_offload/tiering/test_tiering_offloading.py"
+"""Tests of tiers, with vLLM's example of one."""
+OFFLOADING_FILES = [
+    *(f"{UNIT}/offloading_connector/test_{name}.py" for name in ("config", "events", "metrics", "scheduler")),
+    *(f"tests/v1/kv_offload/cpu/test_{name}.py" for name in ("manager", "canonical_layout", "shared_offload_region")),
+    *(
+        f"tests/v1/kv_offload/tiering/test_{name}.py"
+        for name in ("async_lookup", "backpressure", "factory", "fs_tier", "metrics")
+    ),
+]
+"""Tests of vLLM's offloading that name neither a connector nor a tier that undercroft could replace."""
 BUILD_NEEDS = (
     "setuptools",
     "wheel",
@@ -78,7 +90,8 @@ def main() -> int:
     worst = 0
     for uses_undercroft, part in enumerate(("as they are", "with undercroft")):
         print(f"== vLLM's tests of connectors, {part}", flush=True)
-        worst = max(worst, run(suite, arguments.tests or FILES, bool(uses_undercroft), left_out[part]))
+        tests = arguments.tests or [*FILES, TIER, *(OFFLOADING_FILES if not uses_undercroft else ())]
+        worst = max(worst, run(suite, tests, bool(uses_undercroft), left_out[part]))
     return worst
 
 

@@ -15,7 +15,7 @@ from real_engine import Engine, prompt
 from tier_engine import extra_config, flip_payload_bytes, settled, stats, tier_of
 from undercroft import _core
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 Make = Callable[..., Engine]
 OFFLOADING = {"connector": "OffloadingConnector"}

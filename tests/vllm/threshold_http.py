@@ -94,7 +94,7 @@ def wait_until_on_disk(directory: Path, blocks: int) -> None:
 
 @contextmanager
 def start_server(
-    model: Path, log: Path, options: dict[str, Any], *arguments: str, connector: tuple[str, str] | None = None
+    model: Path, log: Path, options: dict[str, Any], *arguments: str, connector: tuple[str, str | None] | None = None
 ) -> Iterator[Client]:
     """A server with undercroft and these options of it, or with another ``connector``: its class and its module."""
     options = {**TRUSTING, **options}

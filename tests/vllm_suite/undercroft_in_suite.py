@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +35,8 @@ REMOTE_FILES = ("test_remote_prefill_lifecycle", "test_remote_decode_lifecycle")
 """Files whose requests name blocks of another vLLM, which NIXL brings: undercroft stands beside it."""
 ANSWERED = ("test_async_load", "test_deferred_lookup")
 """Tests of these files that answer in the connector's place which tokens it has."""
+TIER_FILE = "test_tiering_offloading"
+"""Tests of tiers of vLLM's offloading, in which undercroft's takes the place of the example."""
 KEEPS_GROUPS_APART = "SimpleCPUOffloadConnector"
 """The connector that vLLM's tests name where one is wanted that works with several groups of layers."""
 
@@ -47,6 +49,15 @@ def pytest_configure() -> None:
     load_general_plugins()
     if "UndercroftConnector" not in KVConnectorFactory._registry:
         raise pytest.UsageError("vLLM has not loaded undercroft's plug-in: run `make build`, and unset VLLM_PLUGINS")
+
+
+@pytest.fixture(autouse=True)
+def _close_tiers() -> Iterator[None]:
+    """End the engines of undercroft's tiers, which vLLM's tests leave behind."""
+    yield
+    tiers = sys.modules.get("tier_in_suite")
+    while tiers is not None and tiers.OPEN:
+        tiers.OPEN.pop().close()
 
 
 @pytest.hookimpl(trylast=True)
@@ -91,7 +102,13 @@ def _change_name(value: Any) -> None:
 
 
 def _change_default() -> None:
-    """Let `create_vllm_config` of vLLM's tests name undercroft's connector where a test names none."""
+    """Let vLLM's tests take undercroft's connector where they name none in `create_vllm_config`, and undercroft's tier
+    where they take the example of one."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").endswith(TIER_FILE):
+            from tier_in_suite import TierInSuite
+
+            module.ExampleSecondaryTierManager = TierInSuite  # type: ignore[attr-defined]
     utils: Any = importlib.import_module("tests.v1.kv_connector.unit.utils")
     utils.Scheduler, utils.AsyncScheduler = map(_with_tensors, (utils.Scheduler, utils.AsyncScheduler))
     original = utils.create_vllm_config

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext
@@ -52,6 +52,16 @@ _SAVES_SHARE = 0.25
 RESET_TIMEOUT_S = 5.0
 
 
+class _Begun(NamedTuple):
+    """A job of vLLM that runs."""
+
+    job: TransferJob
+    begun: Job
+    prompt: Prompt
+    places: dict[OffloadKey, Place]
+    """The chunks that are blocks of the engine."""
+
+
 def _fail_open(default: Callable[[], Any]) -> Callable[[_Method], _Method]:
     """Wrap a method: an error is logged, and the method returns ``default()``, which is safe for vLLM."""
 
@@ -91,7 +101,7 @@ class UndercroftTier(SecondaryTierManager):
         self._resets: Resets | None = None
         self._cache: Cache | None = None
         self._stats: EngineStats | None = None
-        self._jobs: dict[int, tuple[TransferJob, Job, dict[OffloadKey, Place]]] = {}
+        self._jobs: dict[int, _Begun] = {}
         """By identity of the cache's job."""
         self._ended: list[JobResult] = []
         self._lacking: deque[tuple[Prompt, set[Place], dict[int, frozenset[int]]]] = deque(maxlen=_LACKING_MAX)
@@ -259,12 +269,12 @@ class UndercroftTier(SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Start the reads for a request that has arrived."""
         prompt = self._prompts.get(req_context.req_id) if self._prompts is not None else None
-        if self._prompts is not None and prompt is not None:
-            req_context.set_state(prompt)
-            if req_context.load_tier_filter.allows(self.medium, self.locality):
-                manager = getattr(self._connector, "_kv_cache_manager", None)
-                local = compat.device_hit_tokens(manager, prompt.request) if manager is not None else 0
-                self._prompts.prefetch(prompt, local)
+        if self._prompts is None or prompt is None:
+            return RequestOffloadingContext()
+        if req_context.load_tier_filter.allows(self.medium, self.locality):
+            manager = getattr(self._connector, "_kv_cache_manager", None)
+            local = compat.device_hit_tokens(manager, prompt.request) if manager is not None else 0
+            self._prompts.prefetch(prompt, local)
         return RequestOffloadingContext()
 
     @_fail_open(lambda: None)
@@ -276,7 +286,7 @@ class UndercroftTier(SecondaryTierManager):
     @_fail_open(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether a chunk can be loaded. "Later" while its bytes are read."""
-        prompt = req_context.get_state(Prompt)
+        prompt = self._prompts.get(req_context.req_id) if self._prompts is not None else None
         if self._prompts is None or prompt is None:
             return LookupResult.MISS
         end = req_context.get_offload_key_position(key)
@@ -305,14 +315,21 @@ class UndercroftTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Start to copy chunks into vLLM's host memory."""
-        self._submit(job_metadata, self._begin_load)
+        self._submit(job_metadata, self._prompt(job_metadata), self._begin_load)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Start to save chunks of vLLM's host memory."""
-        self._submit(job_metadata, self._begin_save)
+        self._submit(job_metadata, self._prompt(job_metadata), self._begin_save)
 
-    def _submit(self, job: TransferJob, begin: Callable[[Prompt, dict[OffloadKey, Place], TransferJob], Job]) -> None:
-        prompt = job.req_context.get_state(Prompt)
+    def _prompt(self, job: TransferJob) -> Prompt | None:
+        return self._prompts.get(job.req_context.req_id) if self._prompts is not None else None
+
+    def _submit(
+        self,
+        job: TransferJob,
+        prompt: Prompt | None,
+        begin: Callable[[Prompt, dict[OffloadKey, Place], TransferJob], Job],
+    ) -> None:
         try:
             if self._cache is None or prompt is None:
                 self._ended.append(JobResult(job.job_id, False))
@@ -323,7 +340,7 @@ class UndercroftTier(SecondaryTierManager):
                 if place is not None:
                     places[key] = place
             begun = begin(prompt, places, job)
-            self._jobs[id(begun)] = (job, begun, places)
+            self._jobs[id(begun)] = _Begun(job, begun, prompt, places)
         except Exception as error:
             self.report("submit", error)
             self._ended.append(JobResult(job.job_id, False))
@@ -346,7 +363,7 @@ class UndercroftTier(SecondaryTierManager):
         for key in list(places):
             if (job.req_context.get_offload_key_position(key) or 0) > most:
                 del places[key]
-        saving = sum(len(held.keys) for held, begun, _ in self._jobs.values() if not begun.is_load)
+        saving = sum(len(one.job.keys) for one in self._jobs.values() if not one.begun.is_load)
         may_wait = saving <= self._rows_count * _SAVES_SHARE
         return self._cache.begin_save(
             self._prompts.chain(prompt), self._rows(job, places), timeout_s=_SAVE_S if may_wait else 0.0
@@ -364,21 +381,15 @@ class UndercroftTier(SecondaryTierManager):
         return ended
 
     def _result(self, ended: Job) -> JobResult:
-        job, _, places = self._jobs.pop(id(ended))
-        prompt = job.req_context.get_state(Prompt)
+        job, _, prompt, places = self._jobs.pop(id(ended))
         good = [key for key, place in places.items() if place.number in ended.done.get(place.engine_group, ())]
         whole = len(good) == (len(job.keys) if ended.is_load else len(places))
-        if ended.is_load and self._prompts is not None and prompt is not None:
+        if ended.is_load and self._prompts is not None:
             self._prompts.has_loaded(prompt, len(good), whole=whole)
-        elif ended.lacks and prompt is not None and job.req_context.req_id == prompt.request.request_id:
+        elif ended.lacks and job.req_context.req_id == prompt.request.request_id:
             self._lacking.append((prompt, set(places.values()), ended.lacks))
-        return JobResult(
-            job.job_id,
-            whole,
-            None if whole or not ended.is_load or not good else tuple(good),
-            ended.seconds,
-            ended.copied_bytes,
-        )
+        partly = tuple(good) if ended.is_load and good and not whole else None
+        return JobResult(job.job_id, whole, partly, ended.seconds, ended.copied_bytes)
 
     def has_pending_work(self) -> bool:
         """Whether vLLM must go on stepping, so that jobs end."""
@@ -402,11 +413,10 @@ class UndercroftTier(SecondaryTierManager):
             keys = self._keys(prompt, missing | places, context)
             if keys is None:
                 continue
-            context.set_state(prompt)
             parent.on_new_request(context)
             try:
                 if all(parent.lookup(key, context) is LookupResult.HIT for key in keys):
-                    self.submit_store(parent.create_store_job(keys, context))
+                    self._submit(parent.create_store_job(keys, context), prompt, self._begin_save)
             finally:
                 parent.on_request_finished(context)
 
