@@ -207,3 +207,17 @@ def test_check_config_takes_the_tiers_configuration(capsys: pytest.CaptureFixtur
 def test_options_are_read_without_vllm() -> None:
     program = "import sys; from undercroft.vllm_tier import options; sys.exit('vllm' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+
+
+def test_the_engines_metrics_have_the_names_and_labels_of_the_connectors() -> None:
+    from undercroft.vllm_tier import stats
+
+    known = stats.definitions()
+    assert known["vllm:undercroft_transfers"].labelnames == ("tier", "direction")
+    assert "vllm:undercroft_lookup_seconds" not in known, "the connector's own figures"
+    found = stats.of_engine({"counters": {"disk_reads": 3, "hook_errors": 1}, "gauges": {"disk_used_bytes": 5}})
+    assert found is not None
+    values = found.data["data"]
+    assert values["vllm:undercroft_transfers"] == {("disk", "load"): 3}
+    assert set(values) <= known.keys(), "vLLM's frontend fails at a metric that it does not know"
+    assert stats.of_engine({}) is None
