@@ -41,10 +41,7 @@ FILES = [
 ]
 TIER = "tests/v1/kv_offload/tiering/test_tiering_offloading.py"
 """Tests of tiers, with vLLM's example of one."""
-OFFLOADING_FILES = [
-    *(f"{UNIT}/offloading_connector/test_{name}.py" for name in ("config", "events", "metrics")),
-    *(f"tests/v1/kv_offload/tiering/test_{name}.py" for name in ("backpressure", "factory", "metrics")),
-]
+OFFLOADING_FILES = [f"{UNIT}/offloading_connector/test_{name}.py" for name in ("config", "events", "metrics")]
 """Tests of vLLM's offloading that name neither a connector nor a tier that undercroft could replace."""
 BUILD_NEEDS = (
     "setuptools",

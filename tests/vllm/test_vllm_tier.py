@@ -168,6 +168,29 @@ def test_bytes_that_were_damaged_on_disk_are_computed(
     assert (again.cached, again.tokens) == (896, reference(LONG))
 
 
+def test_chunks_that_a_load_does_not_bring_are_asked_for_again(
+    engine: Make, llama: Path, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = extra_config(tmp_path / "cache")
+    first = engine(llama, options, **OFFLOADING)
+    first.generate(LONG, TOKENS)
+    settled(first)
+    first.close()
+    second = engine(llama, options, **OFFLOADING)
+    cache, short = tier_of(second)._cache, [256, 0]
+    begin_load = cache.begin_load
+    # Reads that fail between the lookup and the load would have this effect.
+    monkeypatch.setattr(
+        cache,
+        "begin_load",
+        lambda name, blocks, *, begin, end: begin_load(name, blocks, begin=begin, end=end - short.pop(0)),
+    )
+    warm = second.generate(LONG, TOKENS)
+    assert (warm.cached, warm.tokens) == (896, reference(LONG))
+    assert short == [], "one load for five chunks, and one for the two others"
+    settled(second)
+
+
 def test_a_disk_that_is_too_small_stays_bounded(
     engine: Make, llama: Path, reference: References, tmp_path: Path
 ) -> None:
