@@ -276,18 +276,3 @@ def test_one_directory_serves_both_modes(engine: Make, llama: Path, reference: R
             assert (answer.cached, answer.tokens) == (896 * start, reference(LONG))
             settle(one)
             one.close()
-
-
-def test_two_ranks_share_the_rows(
-    engine: Make, llama: Path, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    options = extra_config(tmp_path / "cache")
-    arguments: dict[str, Any] = {"executor": "mp", "tensor_parallel_size": 2, **OFFLOADING}
-    for start in range(2):
-        one = engine(llama, options, **arguments)
-        answer = one.generate(LONG, TOKENS)
-        assert (answer.cached, answer.tokens) == (896 * start, reference(LONG))
-        settled(one)
-        assert (stats(one)["disk_reads"] > 0) == (start > 0)
-        one.close()
