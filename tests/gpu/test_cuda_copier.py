@@ -187,6 +187,30 @@ def test_every_way_to_copy_a_batch(device: torch.device, name: str, pinned: Call
     work(CudaStreams(device, copy), device, 1, "LBNHC", pinned(arena), arena)
 
 
+def test_row_numbers_stay_until_their_kernels_have_read_them(
+    device: torch.device, pinned: Callable[[Arena], ArenaPinner]
+) -> None:
+    arena = Arena.create(ARENA)
+    cache = synthetic_cache(PAGE, 17, LAYERS, "LBHNC", device)
+    cache.pages[0].copy_(torch.randint(-128, 128, (17, PAGE), dtype=torch.int8))
+    torch.cuda.synchronize()
+    lanes = Lanes.make(CudaStreams(device), 2 * PAGE * LAYERS, ROW_NUMBERS)
+    copier = CudaCopier(cache.layout, arena, 0, lanes, pinned(arena), strategy="gather")
+    blocks = {ticket: np.random.default_rng(ticket).permutation(np.arange(1, 17)) for ticket in (1, 2, 3)}
+    with torch.cuda.stream(lanes.save.handle):
+        torch.cuda._sleep(1_000_000_000)  # longer than it takes to queue all jobs, however busy the machine is
+    for ticket, ids in blocks.items():
+        copier.submit(True, [Job(ticket, [GroupCopy(0, ids, (np.arange(16) + 16 * ticket) * SLOT)])])
+    copier.close()
+    assert [ended.ok for ended in copier.poll()] == [True] * 3
+    for ticket, ids in blocks.items():
+        for place, block in enumerate(ids, 16 * ticket):
+            assert (
+                ctypes.string_at(arena.address + place * SLOT, PAGE)
+                == cache.pages[0][int(block)].cpu().numpy().tobytes()
+            ), ticket
+
+
 def test_inside_and_outside_of_inference_mode(device: torch.device, pinned: Callable[[Arena], ArenaPinner]) -> None:
     arena = Arena.create(ARENA)
     cache = synthetic_cache(PAGE, 9, LAYERS, "LBHNC", device)
