@@ -35,11 +35,11 @@ def test_the_memory_of_sessions_that_have_ended_is_given_back(tmp_path: Path) ->
             client.socket.setblocking(False)
 
         def is_full() -> bool:
-            """Whether each has sent as much as the server reads without being read."""
+            """Whether they have sent about as much as the server reads without being read."""
             for client in clients:
                 with contextlib.suppress(BlockingIOError):
                     client.socket.send(PING * 500)
-            return memory(pid) - before > SESSIONS * UNREAD
+            return memory(pid) - before > SESSIONS * UNREAD / 2
 
         until("the server holds answers", is_full)
         for client in clients:

@@ -173,7 +173,8 @@ class WorkerConnector:
 
     def start_load_kv(self, metadata: UndercroftMetadata) -> None:
         """Start the loads of this step. Raises nothing: a load that cannot start is reported as failed."""
-        if metadata.loads or metadata.failed_loads or not self._has_arena_of(metadata):
+        is_idle = not (metadata.loads or metadata.saves or metadata.failed_loads or self._running)
+        if not is_idle or not self._has_arena_of(metadata):
             self._start_loads(metadata)
 
     def _has_arena_of(self, metadata: UndercroftMetadata) -> bool:
