@@ -164,6 +164,111 @@ def test_jobs_run_beside_the_caller() -> None:
         assert (pool.rows[8:16] == pool.rows[:8]).all()
 
 
+def test_saves_that_are_given_up_keep_nothing(tmp_path: Path) -> None:
+    with opened(on_disk(tmp_path)) as first, opened(on_disk(tmp_path)) as second:
+        for cache in (first, second):
+            pool = Pool(cache)
+            jobs = [cache.begin_save(keys(seed, 8), [pool.blocks(0, 8)]) for seed in (1, 2)]
+            assert len(cache._granting) == 2 * (cache is second), "the first one has the engine"
+            cache.give_up("weights")
+            ended: list[Job] = []
+            while cache.busy:
+                ended += cache.poll()
+            assert {id(job) for job in ended} == {id(job) for job in jobs}
+            assert [job.done for job in jobs] == [{}, {}]
+            assert not cache.busy
+        assert [first.exists(keys(seed, 8)) for seed in (1, 2)] == [0, 0]
+        assert first.save(keys(1, 8), [Pool(first).blocks(0, 8)]).complete
+        assert second.save(keys(2, 8), [Pool(second).blocks(0, 8)]).complete
+        found = first.stats()
+        assert (found["given_up_saves_weights"], found["save_failures"]) == (4, 0)
+
+
+def test_saves_that_wait_for_memory_and_are_given_up_ask_no_more() -> None:
+    big = 1 << 20
+    with Cache.open({"host_memory": "64MiB"}, {"test": 1}, [Group((big,))], TOKENS) as cache:
+        rows = np.zeros((80, big), np.uint8)
+        address = cache.add_region(rows)
+        job = cache.begin_save(keys(9, 80), [Blocks(0, np.arange(80), address + np.arange(80) * big)], timeout_s=3600)
+        while not cache._waiting:
+            assert not cache.poll()
+        cache.give_up("weights")
+        assert cache.poll() == [job]
+        assert not cache.busy
+
+
+class Failing:
+    """An object of the engine whose method ``name`` fails ``times`` times."""
+
+    def __init__(self, inner: Any, name: str, times: int = 1) -> None:
+        self._inner, self._name, self._times = inner, name, times
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name and self._times:
+            self._times -= 1
+            return self._fail
+        return getattr(self._inner, name)
+
+    def _fail(self, *_: object) -> None:
+        raise RuntimeError(f"no {self._name} today")
+
+
+def test_copies_that_cannot_start_are_misses_and_hold_nothing() -> None:
+    with opened({}) as cache:
+        pool = Pool(cache)
+        pool.rows[:4] = content(1, 4)
+        attachment = cache._attachment
+        assert attachment is not None
+        cache._attachment = attachment._replace(copier=Failing(attachment.copier, "submit"))  # type: ignore[arg-type]
+        assert cache.save(keys(1, 4), [pool.blocks(0, 4)]).done == {}
+        assert cache.save(keys(1, 4), [pool.blocks(0, 4)]).complete
+        cache._attachment = attachment._replace(copier=Failing(attachment.copier, "submit"))  # type: ignore[arg-type]
+        assert cache.load(keys(1, 4), [pool.blocks(0, 4, row=8)]).done == {}
+        assert cache.load(keys(1, 4), [pool.blocks(0, 4, row=8)]).complete
+        found = cache.stats()
+        assert (found["loads"], found["saves"], found["active_lookups"]) == (0, 0, 0)
+        assert not cache.busy
+
+
+def test_an_error_in_one_job_ends_this_job_only() -> None:
+    with opened({}) as cache:
+        pool = Pool(cache)
+        jobs = [cache.begin_save(keys(seed, 2), [pool.blocks(0, 2)]) for seed in (1, 2, 3)]
+        attachment = cache._attachment
+        assert attachment is not None
+        attachment.copier.drain()
+        cache.session = Failing(cache.session, "end_transfer")  # type: ignore[assignment]
+        assert set(map(id, cache.poll())) == set(map(id, jobs))
+        assert sorted(job.complete for job in jobs) == [False, True, True]
+        assert not cache.busy
+        assert cache.stats()["saves"] == 0
+
+
+def test_without_threads_the_memory_is_attached_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened({}) as cache:
+        pool = Pool(cache)
+        cache._attachment, cache._attach_at = None, 0.0
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", Failing(None, "start")._fail)
+            assert cache.save(keys(1, 2), [pool.blocks(0, 2)]).done == {}
+        while cache._attachment is None:
+            cache._attach_at = 0.0
+            cache.save(keys(1, 2), [pool.blocks(0, 2)])
+        assert cache.save(keys(1, 2), [pool.blocks(0, 2)]).complete
+        assert cache.stats()["saves"] == 0
+
+
+def test_a_save_with_a_hole_ends_when_the_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened({}) as cache:
+        pool = Pool(cache)
+        attachments = [cache._attachment]
+        monkeypatch.setattr(cache, "_attached", lambda _: attachments.pop() if attachments else None)
+        numbers = np.asarray([0, 1, 2, 5, 6])
+        job = cache.save(keys(4, 7), [Blocks(0, numbers, pool.blocks(0, 5).addresses)])
+        assert (job.ended, job.done) == (True, {})
+        assert cache.stats()["saves"] == 0
+
+
 def test_a_save_that_finds_no_memory_keeps_what_fits_and_ends_in_time() -> None:
     big = 1 << 20
     with Cache.open({"host_memory": "64MiB"}, {"test": 1}, [Group((big,))], TOKENS) as cache:

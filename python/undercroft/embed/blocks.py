@@ -69,6 +69,8 @@ class Job:
     _piece: dict[int, list[int]] = field(default_factory=dict)
     """The blocks of the copy that runs."""
     _retry: bool = False
+    _given_up: str = ""
+    """Why nobody wants the save any more: a reason of `_core.Session.give_up`."""
     _is_awaited: bool = False
     """Whether a caller waits for this job, so that `poll` does not return it."""
 

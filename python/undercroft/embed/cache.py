@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,8 +18,7 @@ import numpy.typing as npt
 from undercroft.config import OPTIONS, UndercroftConfig
 from undercroft.embed.blocks import Blocks, Group, Job, Registration, runs
 from undercroft.engine import open_engine
-from undercroft.errors import ServerError, UndercroftError
-from undercroft.log import logger
+from undercroft.log import LogOnce, logger
 
 if TYPE_CHECKING:
     from undercroft._core import Arena, Copier, Engine, Extent, Lookup, SaveGrant, Session
@@ -52,6 +53,7 @@ class Cache:
         self._groups = tuple(groups)
         self._block_tokens = block_tokens
         self._lock = threading.Lock()
+        self._log_once = LogOnce()
         self._attachment: _Attachment | None = None
         self._attaching = False
         self._attach_at = 0.0
@@ -142,9 +144,9 @@ class Cache:
 
         While `Lookup.pending`, ask again, or `wait`. Then `Lookup.tokens` is the end of the hit. Its blocks stay in
         memory until `begin_load`, `forget`, or another question with this ``name``, which the caller chooses.
-        ``begin``: the tokens that the program has. ``end``: where a hit ends at the latest. ``wait_s``: the hit is what
-        has been read after so many seconds. ``planned``: load what takes less time to load than to compute, by the
-        steps reported to `_core.Session.report_steps`.
+        ``begin``: the tokens that the program has. ``end``: where a hit ends at the latest. ``wait_s``: the hit
+        ends with the blocks that are read within so many seconds. ``planned``: load the part that takes less time to
+        load than to compute, by the steps reported to `_core.Session.report_steps`.
         """
         wait = None if wait_s is None else (wait_s * 1e3, 0.0)
         return self.session.lookup(name, chain, begin, end, wait, 0, planned, queued_tokens)
@@ -185,8 +187,8 @@ class Cache:
     # Loads and saves
 
     def load(self, chain: list[bytes], blocks: Sequence[Blocks], *, begin: int = 0, timeout_s: float = 5.0) -> Job:
-        """Read blocks into the program's memory, and wait for them. What has not been read after ``timeout_s`` seconds
-        is a miss. ``begin``: the tokens before the first block."""
+        """Read blocks into the program's memory, and wait for them. Blocks that are not read within ``timeout_s``
+        seconds are misses. ``begin``: the tokens before the first block."""
         name = next(self._names)
         until = time.monotonic() + timeout_s
         try:
@@ -214,8 +216,9 @@ class Cache:
         with self._lock:
             if load is None:
                 self._end(job)
-            else:
-                job._transfer = load.transfer_id
+                return job
+            job._transfer = load.transfer_id
+            with self._or_miss(job):
                 self._copy(job, load.session, load.extents)
         return job
 
@@ -228,7 +231,7 @@ class Cache:
         job._name, job._chain, job._until = next(self._names), chain, time.monotonic() + timeout_s
         ends = [int(one.numbers[-1] + 1) * self._tokens(one.group) for one in job.blocks if len(one.numbers)]
         job._limit = min(max(ends, default=0), len(chain) * self._block_tokens)
-        with self._lock:
+        with self._lock, self._or_miss(job):
             self._ask(job)
         return job
 
@@ -258,6 +261,19 @@ class Cache:
                 if not self._copying or attachment is None:
                     return
             attachment.copier.drain()
+
+    def give_up(self, reason: str) -> None:
+        """Save nothing more of the saves under way. `poll` returns them when none of their copies runs any more.
+
+        ``reason``: see `_core.Session.give_up`.
+        """
+        with self._lock:
+            for job in (*self._copying.values(), *self._granting.values()):
+                if not job.is_load:
+                    job._given_up = reason
+            waiting, self._waiting = self._waiting, deque()
+            for _, job in waiting:
+                self._end(job)
 
     # The cache
 
@@ -308,14 +324,20 @@ class Cache:
             self._copied(job, ok=True)
             return
         job._transfer = grant.transfer_id
+        if job._given_up:
+            self._copied(job, ok=False)
+            return
         self._copy(job, grant.session, grant.extents)
 
     def _copy(self, job: Job, session: int, extents: Sequence[Extent]) -> None:
         """Start the copies of a transfer."""
         attachment = self._attached(session)
-        pieces = None if attachment is None else self._pieces(job, extents)
-        if attachment is None or pieces is None:
+        if attachment is None:
             self._copied(job, ok=False)
+            return
+        pieces = self._pieces(job, extents)
+        if pieces is None:
+            self._copied(job, ok=False, is_shorter=True)
             return
         sizes = pieces[-1]
         if not len(sizes):
@@ -324,8 +346,8 @@ class Cache:
         number = next(self._numbers)
         addresses, offsets, lengths = (values.astype("<i8").tobytes() for values in pieces)
         attachment.copier.submit(not job.is_load, [(number, len(sizes))], addresses, offsets, lengths)
-        job.copied_bytes += int(sizes.sum())
         self._copying[number] = job
+        job.copied_bytes += int(sizes.sum())
 
     def _pieces(self, job: Job, extents: Sequence[Extent]) -> list[npt.NDArray[np.int64]] | None:
         """Addresses, arena offsets and sizes of a transfer. None for a save that is asked for blocks that the job does
@@ -360,18 +382,23 @@ class Cache:
             return None
         return [np.concatenate(one) if one else np.empty(0, np.int64) for one in found]
 
-    def _copied(self, job: Job, *, ok: bool) -> None:
-        """A transfer of a job has ended, or could not begin."""
-        transfer, job._transfer = job._transfer, None
-        if transfer is not None:
-            self.session.end_transfer(transfer, ok)
+    def _copied(self, job: Job, *, ok: bool, is_shorter: bool = False) -> None:
+        """A transfer of a job has ended, or could not begin. ``is_shorter``: the save asks again with a lower limit."""
+        if job._given_up:
+            if job._transfer is not None:
+                self.session.give_up(job._transfer, job._given_up)
+            self._end(job)
+            return
+        if job._transfer is not None:
+            self.session.end_transfer(job._transfer, ok)
+            job._transfer = None
         if ok:
             for group, numbers in job._piece.items():
                 job.done[group] = job.done.get(group, frozenset()).union(numbers)
         job._piece = {}
         if job.is_load:
             self._end(job)
-        elif not ok and job.lacks and self._brings(job):
+        elif is_shorter and self._brings(job):
             self._ask(job)
         elif job._retry and time.monotonic() < job._until:
             self._waiting.append((time.monotonic() + _RETRY_S, job))
@@ -390,28 +417,48 @@ class Cache:
         )
 
     def _end(self, job: Job) -> None:
-        if not job.is_load:
-            self.session.finish_request(job._name)
+        if job.ended:
+            return
         job.ended, job._chain = True, []
         if not job._is_awaited:
             self._ended.append(job)
+        if not job.is_load:
+            self.session.finish_request(job._name)
+
+    @contextlib.contextmanager
+    def _or_miss(self, job: Job) -> Iterator[None]:
+        """An error in a step of a job is logged and ends the job, as a disk that fails does."""
+        try:
+            yield
+        except Exception as error:
+            kind = "a load" if job.is_load else "a save"
+            self._log_once(logging.ERROR, type(error), "undercroft: %s failed: %s", kind, error, error=error)
+            with contextlib.suppress(Exception):
+                if job._transfer is not None:
+                    self.session.end_transfer(job._transfer, False)
+            with contextlib.suppress(Exception):
+                self._end(job)
 
     def _advance(self) -> None:
         for grant in self.session.poll_saves():
             if (job := self._granting.pop(grant.transfer_id, None)) is not None:
-                self._granted(job, grant)
+                with self._or_miss(job):
+                    self._granted(job, grant)
         attachment = self._attachment
         for number, seconds in attachment.copier.poll() if attachment is not None else ():
             job = self._copying.pop(number)
             job.seconds += seconds
-            # If the engine has ended meanwhile, the slots may have had other bytes.
-            self._copied(job, ok=attachment is not None and self._is_current(attachment))
+            with self._or_miss(job):
+                # If the engine has ended meanwhile, the slots may have had other bytes.
+                self._copied(job, ok=attachment is not None and self._is_current(attachment))
         self._end_waiting()
         now = time.monotonic()
         for _ in range(len(self._waiting)):
             if self._waiting[0][0] > now:
                 break
-            self._ask(self._waiting.popleft()[1])
+            job = self._waiting.popleft()[1]
+            with self._or_miss(job):
+                self._ask(job)
 
     # The arena
 
@@ -426,7 +473,10 @@ class Cache:
             return attachment
         if not self._attaching and not self._is_closed and time.monotonic() >= self._attach_at:
             self._attaching = True
-            threading.Thread(target=self._attach, name="undercroft-attach", daemon=True).start()
+            try:
+                threading.Thread(target=self._attach, name="undercroft-attach", daemon=True).start()
+            except RuntimeError as error:  # the system has no thread left
+                self._attach_later(error)
         return None
 
     def _attach(self) -> None:
@@ -444,13 +494,22 @@ class Cache:
             address = self.engine.arena
             if address.socket:
                 arena = _core.Arena.attach(address.socket, address.session)
+                attachment = _Attachment(arena, _core.Copier(arena), address.session)
                 with self._lock:
-                    self._attachment = _Attachment(arena, _core.Copier(arena), address.session)
-        except (ServerError, UndercroftError) as error:
+                    is_late = self._is_closed
+                    if not is_late:
+                        self._attachment = attachment
+                if is_late:
+                    arena.let_go()
+            self._attach_later(None)
+        except Exception as error:
+            self._attach_later(error)
+
+    def _attach_later(self, error: Exception | None) -> None:
+        if error is not None:
             logger.warning("undercroft: the engine's memory cannot be used yet: %s", error)
-        finally:
-            self._attach_at = time.monotonic() + _ATTACH_AGAIN_S
-            self._attaching = False
+        self._attach_at = time.monotonic() + _ATTACH_AGAIN_S
+        self._attaching = False
 
     # Small things
 
@@ -478,15 +537,16 @@ class Cache:
             if job._until <= now:
                 # The grant may still arrive: no copy follows it.
                 del self._granting[transfer]
-                self.session.end_transfer(transfer, False)
-                self._end(job)
+                with self._or_miss(job):
+                    self.session.end_transfer(transfer, False)
+                    self._end(job)
         late = [job for _, job in self._waiting if job._until <= now]
         self._waiting = deque(one for one in self._waiting if one[1]._until > now)
         for job in late:
             self._end(job)
 
     def _checked(self, blocks: Sequence[Blocks]) -> tuple[Blocks, ...]:
-        """The blocks with their addresses in two dimensions. Raises ValueError for what no copy may touch."""
+        """The blocks with their addresses in two dimensions. Raises ValueError for memory outside the regions."""
         regions = self._regions
         begins = np.asarray([begin for begin, _ in regions] or [0], dtype=np.int64)
         ends = np.asarray([end for _, end in regions] or [0], dtype=np.int64)
