@@ -6,13 +6,12 @@ Errors at the start are an exception: vLLM does not start with a configuration t
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from undercroft import capacity, vllm_patches
 from undercroft.compat import (
@@ -31,6 +30,7 @@ from undercroft.connector.client_fields import ClientFields
 from undercroft.connector.differences import ignored_options
 from undercroft.connector.events import NO_EVENTS, Events, NoEvents, events_of
 from undercroft.connector.explanations import Explanations
+from undercroft.connector.fail_open import fail_open, nothing
 from undercroft.connector.groups import GroupRegistration, Groups, why_unsupported
 from undercroft.connector.hints import NO_HINTS, HintsOnly, NoHints, RequestHints
 from undercroft.connector.metadata import UndercroftMetadata
@@ -63,29 +63,6 @@ if TYPE_CHECKING:
     from undercroft._core import Engine, Session
     from undercroft.connector.worker import WorkerConnector
     from undercroft.threshold import HitThreshold, Rejection
-
-_Hook = TypeVar("_Hook", bound=Callable[..., Any])
-
-
-def _fail_open(default: Callable[[], Any]) -> Callable[[_Hook], _Hook]:
-    """Wrap a hook: an exception is reported, and the hook returns ``default()``, which is safe for vLLM."""
-
-    def wrap(hook: _Hook) -> _Hook:
-        @functools.wraps(hook)
-        def guarded(self: UndercroftConnector, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception as error:
-                self._report(hook.__name__, error)
-                return default()
-
-        return cast("_Hook", guarded)
-
-    return wrap
-
-
-def _nothing() -> None:
-    return None
 
 
 class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
@@ -287,7 +264,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Both halves
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """The counters' increase since the last call; None if there is none."""
         parts: list[dict[str, Any]] = []
@@ -307,7 +284,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         stats = UndercroftStats.of(*parts) if parts else None
         return None if stats is None or stats.is_empty() else stats
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def shutdown(self) -> None:
         """Finish the work in progress (bounded) and release memory, disks and threads."""
         with contextlib.ExitStack() as closing:
@@ -328,14 +305,14 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The scheduler's half
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """See `SchedulerConnector.bind_kv_cache_manager`."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind_kv_cache_manager(kv_cache_manager)
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """See `SchedulerConnector.bind_gpu_block_pool`."""
         if self._scheduler is not None:
@@ -345,7 +322,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._resets is not None:
             vllm_patches.after_prefix_cache_reset(gpu_block_pool, self._resets.device_is_reset)
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def on_new_request(self, request: Request) -> None:
         """See `SchedulerConnector.on_new_request`."""
         if self._scheduler is not None:
@@ -406,12 +383,12 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.has_siblings = True
         return True
 
-    @_fail_open(set)
+    @fail_open(set)
     def own_loads(self, request_ids: Iterable[str]) -> set[str]:
         """The requests among ``request_ids`` that this connector loads."""
         return set() if self._scheduler is None else self._scheduler.loading(request_ids)
 
-    @_fail_open(list)
+    @fail_open(list)
     def take_threshold_rejects(self) -> list[Rejection | HintsOnly]:
         """Requests that the hit threshold has rejected since the last call, and requests that had only hints to give.
         The caller finishes them."""
@@ -423,7 +400,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             self._counts.add(f"rejected_{rejection.source}")
         return [*rejections, *only]
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See `SchedulerConnector.update_state_after_alloc`."""
         try:
@@ -436,32 +413,32 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             if self._scheduler is not None:
                 self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    @_fail_open(tuple)
+    @fail_open(tuple)
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """See `SchedulerConnector.get_loaded_kv_cache_group_ids`."""
         return () if self._scheduler is None else self._scheduler.get_loaded_kv_cache_group_ids(request)
 
-    @_fail_open(dict)
+    @fail_open(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """See `SchedulerConnector.get_external_cache_hit_sources`."""
         if self._scheduler is None:
             return {}
         return self._scheduler.get_external_cache_hit_sources(request, num_external_tokens)
 
-    @_fail_open(UndercroftMetadata)
+    @fail_open(UndercroftMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
         """See `SchedulerConnector.build_connector_meta`."""
         if self._scheduler is None:
             return UndercroftMetadata()
         return self._scheduler.build_connector_meta(scheduler_output)
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See `SchedulerConnector.update_connector_output`."""
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output)
 
-    @_fail_open(bool)
+    @fail_open(bool)
     def register_finished_partial_tail(
         self,
         request: Request,
@@ -473,12 +450,12 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.register_finished_partial_tail(request, partial_tail_offloads)
         return False
 
-    @_fail_open(lambda: (False, None))
+    @fail_open(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Calls `request_finished_all_groups`, for a vLLM without the hybrid memory allocator."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @_fail_open(lambda: (False, None))
+    @fail_open(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -502,22 +479,22 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         # MultiConnector accepts response parameters of one connector at most, and P/D connectors return some.
         return False, None if self._is_child else answers or None
 
-    @_fail_open(tuple)
+    @fail_open(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """The changes in the tiers, where vLLM publishes events."""
         return self._events.take()
 
-    @_fail_open(bool)
+    @fail_open(bool)
     def has_pending_block_frees(self) -> bool:
         """See `SchedulerConnector.has_pending_block_frees`."""
         return self._scheduler is not None and self._scheduler.has_pending_block_frees()
 
-    @_fail_open(bool)
+    @fail_open(bool)
     def has_pending_push_work(self) -> bool:
         """See `SchedulerConnector.has_pending_push_work`. True also while the engine has more events."""
         return self._events.more or (self._scheduler is not None and self._scheduler.has_pending_push_work())
 
-    @_fail_open(bool)
+    @fail_open(bool)
     def reset_cache(self) -> bool:
         """See `Resets.reset_cache`. After an error: False, the cache was not reset."""
         return self._resets is None or self._resets.reset_cache()
@@ -527,14 +504,14 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """The part that vLLM's patches tell of resets and changes of the weights; None in a worker, or if it is off."""
         return self._resets
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """vLLM calls this after every worker has returned its metadata, and so has read the announcement."""
         self._announcement.withdraw()
 
     # The worker's half
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def get_handshake_metadata(self) -> None:
         """vLLM calls this before the first step, after it has made the scheduler's half. Returns nothing."""
         if self._worker is not None and (announced := self._announcement.read()) is not None:
@@ -545,13 +522,13 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.register_kv_caches(kv_caches)
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def unregister_kv_caches(self) -> None:
         """vLLM is about to free the device's memory (sleep)."""
         if self._worker is not None:
             self._worker.unregister_kv_caches()
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def restore_kv_caches(self) -> None:
         """vLLM has allocated the device's memory again, perhaps at other addresses (wake-up)."""
         if self._worker is not None:
@@ -560,7 +537,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Does nothing: saves hold references on their blocks, so no other request writes these after a preemption."""
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """See `WorkerConnector.start_load_kv`."""
         if self._worker is not None and self.has_connector_metadata():
@@ -574,20 +551,20 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to do: blocks are saved whole, in `wait_for_save`."""
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def wait_for_save(self) -> None:
         """See `WorkerConnector.wait_for_save`."""
         if self._worker is not None and self.has_connector_metadata():
             self._worker.wait_for_save(self._get_connector_metadata())
 
-    @_fail_open(KVConnectorTransferResults)
+    @fail_open(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See `WorkerConnector.get_transfer_results`."""
         if self._worker is None:
             return KVConnectorTransferResults()
         return self._worker.get_transfer_results(finished_req_ids)
 
-    @_fail_open(_nothing)
+    @fail_open(nothing)
     def build_connector_worker_meta(self) -> Any:
         """See `WorkerConnector.build_connector_worker_meta`."""
         return None if self._worker is None else self._worker.build_connector_worker_meta()
