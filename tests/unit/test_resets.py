@@ -50,6 +50,16 @@ def test_the_option_drops_the_tiers_with_it_and_at_each_sleep(world: World) -> N
     assert not world.session.host
 
 
+def test_a_reset_that_nobody_confirms_lets_vllm_go_on_and_is_warned_of(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log.logger, "propagate", True)
+    monkeypatch.setattr(world.session, "reset", lambda timeout_s: timeout_s > 1.0)
+    assert world.connector.reset_cache() is True
+    assert world.connector.origin.is_private
+    assert "was not confirmed within 1 s" in caplog.text
+
+
 def test_a_call_that_may_change_weights_parts_from_the_others_once_and_says_so(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

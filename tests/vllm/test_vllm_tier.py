@@ -14,6 +14,7 @@ from hybrid_engine import BEST, MODELS, Model
 from real_engine import Engine, prompt
 from tier_engine import extra_config, flip_payload_bytes, settled, stats, tier_of
 from undercroft import _core
+from undercroft.log import logger
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -29,35 +30,42 @@ def reference(llama: Path) -> References:
     return References(llama, (LONG, TOKENS), (OTHER, TOKENS), *((p, 4) for p in CROWD + TALL))
 
 
+def saved(engine: Make, model: Path, options: dict[str, Any], *prompts: list[int]) -> None:
+    """Let an engine compute prompts, save them, and end."""
+    one = engine(model, options, **OFFLOADING)
+    for ids in prompts:
+        one.generate(ids, 4)
+        settled(one)
+    one.close()
+
+
+def hits(one: Engine, reference: References, ids: list[int], cached: int, tokens: int = TOKENS) -> None:
+    """A prompt's answer is right, with so many tokens from a cache."""
+    answer = one.generate(ids, tokens)
+    assert (answer.cached, answer.tokens) == (cached, reference(ids, tokens))
+    settled(one)
+
+
 def test_hits_from_vllms_host_memory_from_disk_and_after_a_restart(
     engine: Make, llama: Path, reference: References, tmp_path: Path
 ) -> None:
     options = extra_config(tmp_path / "cache", rows=16)
     first = engine(llama, options, **OFFLOADING)
-    cold = first.generate(LONG, TOKENS)
-    assert (cold.cached, cold.tokens) == (0, reference(LONG))
-    settled(first)
-    warm = first.generate(LONG, TOKENS)
-    assert (warm.cached, warm.tokens) == (896, reference(LONG))
+    hits(first, reference, LONG, 0)
+    hits(first, reference, LONG, 896)
     assert stats(first)["disk_reads"] == 0, "vLLM's own host memory had it"
     for ids in CROWD:
         first.generate(ids, 4)
         settled(first)
     # vLLM's host memory has 16 chunks, and the last prompts take them.
-    back = first.generate(LONG, TOKENS)
-    assert (back.cached, back.tokens) == (896, reference(LONG))
-    settled(first)
+    hits(first, reference, LONG, 896)
     first.close()
 
     second = engine(llama, options, **OFFLOADING)
-    again = second.generate(OTHER, TOKENS)
-    assert (again.cached, again.tokens) == (640, reference(OTHER))
-    settled(second)
+    hits(second, reference, OTHER, 640)
     assert stats(second)["disk_reads"] == 5
     for ids in CROWD:
-        found = second.generate(ids, 4)
-        assert (found.cached, found.tokens) == (896, reference(ids, 4))
-    settled(second)
+        hits(second, reference, ids, 896, tokens=4)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -86,43 +94,28 @@ def test_windows_and_states_come_back_after_a_restart(
 
 def test_a_chunk_of_several_blocks(engine: Make, llama: Path, reference: References, tmp_path: Path) -> None:
     options = extra_config(tmp_path / "cache", blocks_per_chunk=2)
-    first = engine(llama, options, **OFFLOADING)
-    assert first.generate(LONG, TOKENS).tokens == reference(LONG)
-    settled(first)
-    first.close()
+    saved(engine, llama, options, LONG)
     second = engine(llama, options, **OFFLOADING)
-    warm = second.generate(LONG, TOKENS)
-    assert (warm.cached, warm.tokens) == (768, reference(LONG))
-    settled(second)
+    hits(second, reference, LONG, 768)
     second.close()
     # Chunks of another size are in another namespace.
     third = engine(llama, extra_config(tmp_path / "cache"), **OFFLOADING)
-    cold = third.generate(LONG, TOKENS)
-    assert (cold.cached, cold.tokens) == (0, reference(LONG))
+    hits(third, reference, LONG, 0)
 
 
 def test_a_hit_is_as_long_as_vllms_host_memory(
     engine: Make, llama: Path, reference: References, tmp_path: Path
 ) -> None:
-    first = engine(llama, extra_config(tmp_path / "cache"), **OFFLOADING)
-    first.generate(LONG, TOKENS)
-    settled(first)
-    first.close()
+    saved(engine, llama, extra_config(tmp_path / "cache"), LONG)
     second = engine(llama, extra_config(tmp_path / "cache", rows=4), **OFFLOADING)
     for _ in range(2):
-        warm = second.generate(LONG, TOKENS)
-        assert (warm.cached, warm.tokens) == (512, reference(LONG))
-        settled(second)
+        hits(second, reference, LONG, 512)
 
 
 def test_prompts_that_arrive_together_leave_each_other_room(
     engine: Make, llama: Path, reference: References, tmp_path: Path
 ) -> None:
-    first = engine(llama, extra_config(tmp_path / "cache", rows=64), **OFFLOADING)
-    for ids in CROWD:
-        first.generate(ids, 4)
-        settled(first)
-    first.close()
+    saved(engine, llama, extra_config(tmp_path / "cache", rows=64), *CROWD)
     # Six prompts of seven chunks, and host memory for two of them.
     second = engine(llama, extra_config(tmp_path / "cache", rows=14), **OFFLOADING)
     answers = second.generate_all(CROWD, 4)
@@ -140,23 +133,16 @@ def test_a_prefix_that_the_tier_has_lost_is_saved_again(
     settled(first)
     cleared = _core.operate(tier_of(first)._cache.engine.arena.socket, {"clear": {"what": "all", "erase": False}})
     assert "error" not in cleared
-    warm = first.generate(LONG, TOKENS)
-    assert (warm.cached, warm.tokens) == (384, reference(LONG)), "vLLM's own host memory has the beginning"
-    settled(first)
+    hits(first, reference, LONG, 384)  # from vLLM's own host memory
     first.close()
-    second = engine(llama, options, **OFFLOADING)
-    again = second.generate(LONG, TOKENS)
-    assert (again.cached, again.tokens) == (896, reference(LONG))
+    hits(engine(llama, options, **OFFLOADING), reference, LONG, 896)
 
 
 def test_bytes_that_were_damaged_on_disk_are_computed(
     engine: Make, llama: Path, reference: References, tmp_path: Path
 ) -> None:
     options = extra_config(tmp_path / "cache")
-    first = engine(llama, options, **OFFLOADING)
-    first.generate(LONG, TOKENS)
-    settled(first)
-    first.close()
+    saved(engine, llama, options, LONG)
     flip_payload_bytes(tmp_path / "cache")
     second = engine(llama, options, **OFFLOADING)
     damaged = second.generate(LONG, TOKENS)
@@ -164,18 +150,14 @@ def test_bytes_that_were_damaged_on_disk_are_computed(
     assert damaged.cached < 896
     settled(second)
     assert stats(second)["checksum_failures"] > 0
-    again = second.generate(LONG, TOKENS)
-    assert (again.cached, again.tokens) == (896, reference(LONG))
+    hits(second, reference, LONG, 896)
 
 
 def test_chunks_that_a_load_does_not_bring_are_asked_for_again(
     engine: Make, llama: Path, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = extra_config(tmp_path / "cache")
-    first = engine(llama, options, **OFFLOADING)
-    first.generate(LONG, TOKENS)
-    settled(first)
-    first.close()
+    saved(engine, llama, options, LONG)
     second = engine(llama, options, **OFFLOADING)
     cache, short = tier_of(second)._cache, [256, 0]
     begin_load = cache.begin_load
@@ -185,10 +167,8 @@ def test_chunks_that_a_load_does_not_bring_are_asked_for_again(
         "begin_load",
         lambda name, blocks, *, begin, end: begin_load(name, blocks, begin=begin, end=end - short.pop(0)),
     )
-    warm = second.generate(LONG, TOKENS)
-    assert (warm.cached, warm.tokens) == (896, reference(LONG))
+    hits(second, reference, LONG, 896)
     assert short == [], "one load for five chunks, and one for the two others"
-    settled(second)
 
 
 def test_a_disk_that_is_too_small_stays_bounded(
@@ -211,11 +191,7 @@ def test_a_disk_that_hangs_costs_a_part_of_the_computing_time(
     with_faults: Any = lambda *args, **kwargs: options_of(*args, **kwargs) | {"inject_faults": True}  # noqa: E731
     monkeypatch.setattr(opening, "engine_options", with_faults)
     options = extra_config(tmp_path / "cache", promotion_wait="planned")
-    first = engine(llama, options, **OFFLOADING)
-    for ids in (LONG, *CROWD):
-        first.generate(ids, 4)
-        settled(first)
-    first.close()
+    saved(engine, llama, options, LONG, *CROWD)
     second = engine(llama, options, **OFFLOADING)
     core = tier_of(second)._cache.engine
     assert core.limit_reads(0.0)
@@ -239,9 +215,7 @@ def test_a_reset_leaves_nothing_to_find(engine: Make, llama: Path, reference: Re
     assert one.generate(LONG, TOKENS).cached == 896, "a reset of vLLM's prefix cache alone keeps the tiers"
     settled(one)
     assert one.reset_device_cache(connector=True)
-    cold = one.generate(LONG, TOKENS)
-    assert (cold.cached, cold.tokens) == (0, reference(LONG))
-    settled(one)
+    hits(one, reference, LONG, 0)
     one.close()
     second = engine(llama, options, **OFFLOADING)
     assert second.generate(LONG, TOKENS).cached == 0
@@ -260,8 +234,60 @@ def test_blocks_of_changed_weights_are_shared_with_nobody(
     settled(one)
     one.close()
     second = engine(llama, options, **OFFLOADING)
-    later = second.generate(OTHER, TOKENS)
-    assert (later.cached, later.tokens) == (640, reference(OTHER)), "the blocks from before the change"
+    hits(second, reference, OTHER, 640)  # the blocks from before the change
+
+
+def test_a_reset_that_nobody_confirms_lets_vllm_go_on(
+    engine: Make,
+    llama: Path,
+    reference: References,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    one = engine(llama, extra_config(tmp_path / "cache"), **OFFLOADING)
+    one.generate(LONG, TOKENS)
+    settled(one)
+    cache = tier_of(one)._cache
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "session", Unconfirmed(cache.session))
+        assert one.reset_device_cache(connector=True)
+    assert "a reset was not confirmed within 1 s" in caplog.text
+    hits(one, reference, LONG, 0)
+
+
+class Unconfirmed:
+    """A session whose resets are not durable in time."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def reset(self, timeout_s: float) -> bool:
+        self._session.reset(timeout_s)
+        return False
+
+
+def test_saves_that_run_when_weights_change_are_given_up(
+    engine: Make, llama: Path, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = extra_config(tmp_path / "cache")
+    one = engine(llama, options, **OFFLOADING)
+    cache = tier_of(one)._cache
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "poll", list)
+        one.generate(LONG, TOKENS)
+        assert cache.busy
+        one.core.collective_rpc("get_model")
+    assert one.reset_device_cache()
+    settled(one)
+    assert stats(one)["given_up_saves_weights"] > 0
+    one.close()
+    second = engine(llama, options, **OFFLOADING)
+    hits(second, reference, LONG, 0)
 
 
 def test_one_directory_serves_both_modes(engine: Make, llama: Path, reference: References, tmp_path: Path) -> None:

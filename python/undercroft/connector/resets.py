@@ -14,7 +14,25 @@ from undercroft.log import logger
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from undercroft._core import Session
     from undercroft.connector.kv_origin import KvOrigin
+
+RESET_TIMEOUT_S = 1.0
+"""Longest wait until the disk or the server confirms a reset. vLLM runs no step during this wait."""
+
+
+def drop_namespace(session: Session) -> None:
+    """Drop everything of a vLLM's namespace, and warn if nothing confirms this in time.
+
+    vLLM is told of success in both cases: after False it would stay paused. From this call on, the session shares with
+    no other session and finds no earlier block.
+    """
+    if not session.reset(RESET_TIMEOUT_S):
+        logger.warning(
+            "undercroft: a reset was not confirmed within %g s: the server is away or late, or the disk failed. "
+            "This vLLM finds no earlier blocks. Others with the same model do until the reset is confirmed.",
+            RESET_TIMEOUT_S,
+        )
 
 
 class Tiers(Protocol):

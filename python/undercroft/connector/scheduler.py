@@ -16,6 +16,7 @@ from undercroft.connector.kv_origin import KvOrigin
 from undercroft.connector.loads import plan_load
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.connector.request_state import RequestState
+from undercroft.connector.resets import drop_namespace
 from undercroft.connector.running_loads import RunningLoads, end_transfer
 from undercroft.connector.saves import Saves
 from undercroft.connector.shareable import Shareable
@@ -23,7 +24,6 @@ from undercroft.connector.single_flight import SingleFlight
 from undercroft.connector.steps import Steps
 from undercroft.connector.tails import Tails, tail_name
 from undercroft.connector.waiting_loads import WaitingLoads
-from undercroft.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -49,8 +49,6 @@ _RETRY_STEPS = 8
 """A refused save is retried after at most this many steps. Each further refusal doubles this number."""
 _DOUBLINGS = 5
 """Most doublings of the number of steps."""
-RESET_TIMEOUT_S = 1.0
-"""Longest wait until the disk or the server confirms a reset. vLLM runs no step during this wait."""
 
 
 class SchedulerConnector:
@@ -357,19 +355,10 @@ class SchedulerConnector:
         return self._saves.blocks_to_free()
 
     def reset_cache(self) -> bool:
-        """Drop everything of this namespace. Blocks that the device holds now are not saved any more.
-
-        Returns True even without a confirmation: after False vLLM would stay paused. From this call on, this vLLM's
-        session shares with no other session and finds no earlier block.
-        """
+        """Drop everything of this namespace (`drop_namespace`). Blocks that the device holds now are not saved."""
         self.forget_device()
         self.origin.is_private = True
-        if not self._session.reset(RESET_TIMEOUT_S):
-            logger.warning(
-                "undercroft: a reset was not confirmed within %g s: the server is away or late, or the disk failed. "
-                "This vLLM finds no earlier blocks. Others with the same model do until the reset is confirmed.",
-                RESET_TIMEOUT_S,
-            )
+        drop_namespace(self._session)
         return True
 
     def use_namespace(self, description: str | None) -> None:

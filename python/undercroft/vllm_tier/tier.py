@@ -7,8 +7,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext
@@ -17,9 +17,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from undercroft import capacity, compat, vllm_patches
 from undercroft.connector import identity
 from undercroft.connector.adapters import ADAPTERS
+from undercroft.connector.fail_open import fail_open, nothing
 from undercroft.connector.kv_origin import KvOrigin
 from undercroft.connector.namespace import Naming, random_seed
-from undercroft.connector.resets import Resets
+from undercroft.connector.resets import Resets, drop_namespace
 from undercroft.connector.shareable import Shareable
 from undercroft.connector.stats import EngineStats
 from undercroft.connector.weights import Digests, digests_file
@@ -42,14 +43,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
     from vllm.v1.request import Request
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 _LACKING_MAX = 64
 """Most saves that wait for the next step to be tried again with their prefixes."""
 _SAVE_S = 5.0
 """Longest time for which vLLM's host memory keeps chunks for a save that finds no room in undercroft's."""
 _SAVES_SHARE = 0.25
 """Share of vLLM's host memory that saves may keep while they wait."""
-RESET_TIMEOUT_S = 5.0
 
 
 class _Begun(NamedTuple):
@@ -60,23 +59,6 @@ class _Begun(NamedTuple):
     prompt: Prompt
     places: dict[OffloadKey, Place]
     """The chunks that are blocks of the engine."""
-
-
-def _fail_open(default: Callable[[], Any]) -> Callable[[_Method], _Method]:
-    """Wrap a method: an error is logged, and the method returns ``default()``, which is safe for vLLM."""
-
-    def wrap(method: _Method) -> _Method:
-        @wraps(method)
-        def guarded(self: UndercroftTier, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:
-                self.report(method.__name__, error)
-                return default()
-
-        return cast("_Method", guarded)
-
-    return wrap
 
 
 class UndercroftTier(SecondaryTierManager):
@@ -185,7 +167,7 @@ class UndercroftTier(SecondaryTierManager):
         if not_reused:
             logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
 
-    def report(self, method: str, error: Exception) -> None:
+    def _report(self, method: str, error: Exception) -> None:
         """Log the first error of its kind that was caught in a method."""
         self._log_once(
             logging.ERROR,
@@ -235,37 +217,43 @@ class UndercroftTier(SecondaryTierManager):
 
     @property
     def resets(self) -> Resets | None:
-        """What resets and changes of the weights mean for this tier."""
+        """The effect of resets and of changes of the weights on this tier."""
         return self._resets
 
     def is_reset(self) -> bool:
         """vLLM has emptied its host memory. Returns whether the cache is as empty as the caller may believe."""
         return self._resets is None or self._resets.reset_cache()
 
-    # What `Resets` asks for
+    # Calls of `Resets`
 
     def forget_device(self) -> None:
         """No load and no save under way is used: vLLM has ended them all."""
+        self._lacking.clear()
         if self._prompts is not None:
             self._prompts.forget_all()
 
     def reset_cache(self) -> bool:
-        """Drop everything of this namespace. Returns False if this is not confirmed in time."""
+        """Drop everything of this namespace: `drop_namespace`."""
         assert self._cache is not None
         self.forget_device()
         self.origin.is_private = True
-        return self._cache.reset(RESET_TIMEOUT_S)
+        drop_namespace(self._cache.session)
+        return True
 
     def use_namespace(self, description: str | None) -> None:
-        """Use the namespace of ``description`` from now on, or with None a private one."""
+        """Use the namespace of ``description`` from now on, or with None a private one.
+
+        Saves under way are dropped: it is not certain which weights have computed their blocks.
+        """
         assert self._cache is not None
         self.forget_device()
+        self._cache.give_up("weights")
         self._cache.session.change_weights(description)
         self.origin.is_private = description is None
 
     # Requests
 
-    @_fail_open(RequestOffloadingContext)
+    @fail_open(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Start the reads for a request that has arrived."""
         prompt = self._prompts.get(req_context.req_id) if self._prompts is not None else None
@@ -277,13 +265,13 @@ class UndercroftTier(SecondaryTierManager):
             self._prompts.prefetch(prompt, local)
         return RequestOffloadingContext()
 
-    @_fail_open(lambda: None)
+    @fail_open(nothing)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget a request."""
         if self._prompts is not None:
             self._prompts.finished(req_context.req_id)
 
-    @_fail_open(lambda: LookupResult.MISS)
+    @fail_open(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether a chunk can be loaded. "Later" while its bytes are read."""
         prompt = self._prompts.get(req_context.req_id) if self._prompts is not None else None
@@ -342,7 +330,7 @@ class UndercroftTier(SecondaryTierManager):
             begun = begin(prompt, places, job)
             self._jobs[id(begun)] = _Begun(job, begun, prompt, places)
         except Exception as error:
-            self.report("submit", error)
+            self._report("submit", error)
             self._ended.append(JobResult(job.job_id, False))
 
     def _rows(self, job: TransferJob, places: dict[OffloadKey, Place]) -> Any:
@@ -376,7 +364,7 @@ class UndercroftTier(SecondaryTierManager):
                 for job in self._cache.poll():
                     self._ended.append(self._result(job))
             except Exception as error:
-                self.report("get_finished_jobs", error)
+                self._report("get_finished_jobs", error)
         ended, self._ended = self._ended, []
         return ended
 
@@ -402,10 +390,12 @@ class UndercroftTier(SecondaryTierManager):
 
     # Steps
 
-    @_fail_open(lambda: None)
+    @fail_open(nothing)
     def serve_external_requests(self, parent: ParentManager) -> None:
-        """Save again what lacked its prefix, with the prefix, as far as vLLM's host memory has it. The tier has lost
-        these chunks, or they found no memory; vLLM itself hands over a chunk only once."""
+        """Save chunks again that lacked their prefixes, with the prefixes, as far as vLLM's host memory has them.
+
+        vLLM itself hands over a chunk only once, but the tier may have lost it, or have found no memory for it.
+        """
         lacking, self._lacking = self._lacking, deque(maxlen=_LACKING_MAX)
         for prompt, places, lacks in lacking:
             missing = {Place(group, number) for group, numbers in lacks.items() for number in numbers}
@@ -431,7 +421,7 @@ class UndercroftTier(SecondaryTierManager):
             context.set_offload_key_position(keys[-1], self._chunks.end(place))
         return keys
 
-    @_fail_open(lambda: None)
+    @fail_open(nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """The scheduler's pass has ended."""
         if self._prompts is not None:
@@ -442,7 +432,7 @@ class UndercroftTier(SecondaryTierManager):
         """undercroft's metrics, for vLLM's frontend."""
         return stats.definitions()
 
-    @_fail_open(lambda: None)
+    @fail_open(nothing)
     def get_stats(self) -> OffloadingConnectorStats | None:
         """The engine's counters since the last call. vLLM counts lookups, jobs and bytes itself."""
         if self._stats is None:
