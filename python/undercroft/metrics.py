@@ -223,6 +223,7 @@ METRICS: tuple[Metric, ...] = (
 
 SERVER_METRICS: tuple[Metric, ...] = (
     _one("sessions", "gauge", "Open sessions."),
+    _one("sessions_opened", "counter", "Sessions opened, those that have ended included."),
     _one("active_lookups", "gauge", "Lookups in progress."),
     _one("loads", "gauge", "Loads in progress."),
     _one("saves", "gauge", "Saves in progress."),

@@ -176,5 +176,14 @@ def test_every_statistic_has_at_most_one_metric_and_every_metric_a_statistic():
         assert set(metric.sources) <= kinds[metric.kind], metric.name
         assert all(len(labels) == len(metric.labels) for labels in metric.sources.values())
     # Only internal counts of the engine are not exported.
-    internal = {"nodes", "namespaces", "sessions", "active_lookups", "loads", "saves", "load_failures"}
+    internal = {
+        "nodes",
+        "namespaces",
+        "sessions",
+        "sessions_opened",
+        "active_lookups",
+        "loads",
+        "saves",
+        "load_failures",
+    }
     assert set(STATS_KEYS) - set(sources) == internal

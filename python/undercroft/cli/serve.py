@@ -233,7 +233,7 @@ def _watch(engine: Engine, stop: threading.Event) -> None:
         health.check(stats["disk_degraded"])
         remote.check(stats["remote_degraded"])
         namespaces.check(stats["volatile_namespaces"])
-        memory.check(stats["sessions"])
+        memory.check(stats["sessions_opened"] - stats["sessions"])
 
 
 class SessionMemory:
@@ -243,18 +243,17 @@ class SessionMemory:
     def __init__(self, trim: Callable[[int], object] | None) -> None:
         """``trim``: the C library's `malloc_trim`. Others have no such function, and give memory back themselves."""
         self._trim = trim
-        self._peak = 0
-        self._last = 0
+        self._ended = 0
+        self._trimmed = 0
 
-    def check(self, sessions: int) -> None:
-        """``sessions``: how many are open; called about once a second."""
-        self._peak = max(self._peak, sessions)
+    def check(self, ended: int) -> None:
+        """``ended``: how many sessions have ended so far; called about once a second."""
         # A crowd that is still ending would leave the rest of its memory behind.
-        settled, self._last = sessions >= self._last, sessions
+        settled, self._ended = ended == self._ended, ended
         # Rarely: allocations of the server's thread wait for it, some milliseconds for each 100 MB.
-        many = self._peak - sessions >= SESSIONS_TRIMMED and sessions <= self._peak // 2
-        if self._trim is not None and many and settled:
-            self._peak = sessions
+        if self._trim is not None and settled and ended - self._trimmed >= SESSIONS_TRIMMED:
+            logger.debug("undercroft: gave back the memory of %d ended sessions", ended - self._trimmed)
+            self._trimmed = ended
             self._trim(0)
 
 

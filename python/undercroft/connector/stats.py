@@ -36,6 +36,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "namespaces": ("gauge", "namespaces with at least one node"),
     "volatile_namespaces": ("gauge", "namespaces that are in no entry of a directory: a restart does not find them"),
     "sessions": ("gauge", "registered sessions"),
+    "sessions_opened": ("counter", "sessions registered, those that have ended included"),
     "active_lookups": ("gauge", "lookups in progress: neither loaded nor ended"),
     "loads": ("gauge", "loads in progress"),
     "saves": ("gauge", "saves in progress"),

@@ -222,6 +222,7 @@ pub struct Gauges {
     pub namespaces: u64,
     pub volatile_namespaces: u64,
     pub sessions: u64,
+    pub sessions_opened: u64,
     pub active_lookups: u64,
     pub loads: u64,
     pub saves: u64,

@@ -292,6 +292,7 @@ impl Engine {
                 .volatile(&self.residency, |ns| self.sessions.uses(ns))
                 as u64,
             sessions: self.sessions.len() as u64,
+            sessions_opened: self.sessions.opened(),
             active_lookups: self.sessions.requests.len() as u64,
             loads: transfers.loads,
             saves: transfers.saves,

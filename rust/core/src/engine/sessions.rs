@@ -131,6 +131,8 @@ impl TransferState {
 #[derive(Debug, Default)]
 pub(super) struct Sessions {
     sessions: SlotMap<SessionId, SessionState>,
+    /// How many have been opened.
+    opened: u64,
     pub(super) requests: Requests,
     transfers: SlotMap<TransferKey, TransferState>,
     sums: TransferSums,
@@ -138,6 +140,7 @@ pub(super) struct Sessions {
 
 impl Sessions {
     pub(super) fn open(&mut self, ns: NsId, spec: &SessionSpec) -> SessionId {
+        self.opened += 1;
         self.sessions.insert(SessionState {
             ns,
             is_barred: false,
@@ -159,6 +162,11 @@ impl Sessions {
             "a session is closed before its lookups end"
         );
         Some(state)
+    }
+
+    /// How many have been opened, those that have ended included.
+    pub(super) fn opened(&self) -> u64 {
+        self.opened
     }
 
     /// All sessions, with their namespaces.
