@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from real_engine import Engine
 
 BLOCK = 128
@@ -57,6 +59,15 @@ class Reference:
 def stats(one: Engine) -> dict[str, Any]:
     """The engine's counters and gauges."""
     return one.connector._engine.stats()
+
+
+def inject_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engines that are opened from now on have disks that are as fast as a test says (``limit_reads``)."""
+    from undercroft import engine
+
+    options = engine.engine_options
+    with_faults: Any = lambda *args, **kwargs: options(*args, **kwargs) | {"inject_faults": True}  # noqa: E731
+    monkeypatch.setattr(engine, "engine_options", with_faults)
 
 
 def worker() -> Any:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from engine_checks import Reference, flush, nothing_left, stats
+from engine_checks import Reference, flush, inject_faults, nothing_left, stats
 from real_engine import Engine, prompt
 
 pytestmark = pytest.mark.vllm
@@ -22,11 +21,7 @@ HIT = 1024
 @pytest.fixture
 def planned(engine: Make, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine that plans and whose disk can be made slow, with 20 prompts on disk only, which has learned."""
-    from undercroft import engine as opening
-
-    options_of = opening.engine_options
-    with_faults: Any = lambda *args, **kwargs: options_of(*args, **kwargs) | {"inject_faults": True}  # noqa: E731
-    monkeypatch.setattr(opening, "engine_options", with_faults)
+    inject_faults(monkeypatch)
     options = {
         "host_memory": "32MiB",
         "disk_path": str(tmp_path / "disk"),
