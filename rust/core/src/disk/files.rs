@@ -275,9 +275,7 @@ pub(super) fn put_in_place(
     file: &File,
     (new, name): (&'static str, &'static str),
 ) -> Result<(), StoreError> {
-    file.sync_all()
-        .map_err(failed(&path.join(new), "sync it"))?;
-    note("sync", new);
+    sync(path, file, new)?;
     fs::rename(path.join(new), path.join(name)).map_err(failed(&path.join(new), "rename it"))?;
     note("rename", name);
     sync_directory(path)
@@ -294,7 +292,15 @@ pub(super) fn replace_superblock(path: &Path, superblock: &Superblock) -> Result
     let file = File::from(open_to_write(path, SUPER, false)?);
     file.write_all_at(&superblock.encode(), 0)
         .map_err(failed(path, "write the superblock"))?;
-    file.sync_all().map_err(failed(path, "sync the superblock"))
+    sync(path, &file, SUPER)
+}
+
+/// Makes all that was written to a file of the directory durable.
+pub(super) fn sync(path: &Path, file: &File, name: &'static str) -> Result<(), StoreError> {
+    file.sync_all()
+        .map_err(failed(&path.join(name), "sync it"))?;
+    note("sync", name);
+    Ok(())
 }
 
 /// A step of [`discard`].
@@ -379,7 +385,10 @@ fn sync_directory(path: &Path) -> Result<(), StoreError> {
 pub(super) mod tests {
     use std::cell::RefCell;
 
+    use super::super::format::NamespaceEntry;
+    use super::super::open::drop_namespace;
     use super::*;
+    use crate::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 
     thread_local! {
         /// The calls of this thread: a call, and the file. The directory has no name.
@@ -421,6 +430,38 @@ pub(super) mod tests {
         create(dir.path(), &SUPERBLOCK).unwrap();
         let expected = [("sync", SUPER_NEW), ("rename", SUPER), ("sync", "")];
         assert_eq!(CALLS.take(), expected);
+    }
+
+    #[test]
+    fn what_is_changed_in_a_store_that_nobody_uses_is_durable() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path();
+        create(path, &SUPERBLOCK).unwrap();
+        CALLS.take();
+        replace_superblock(path, &SUPERBLOCK).unwrap();
+        assert_eq!(CALLS.take(), [("sync", SUPER)]);
+        let entry = NamespaceEntry {
+            instance: 1,
+            spec: NamespaceSpec {
+                description: "{}".into(),
+                hash_block_size: 16,
+                alignment_tokens: 16,
+                groups: vec![GroupSpec {
+                    kind: GroupKind::Full,
+                    block_tokens: 16,
+                    payload_bytes: 4096,
+                }],
+            },
+        };
+        let digest = entry.spec.digest().to_hex();
+        let file = File::options().write(true).open(path.join(SUPER)).unwrap();
+        file.write_all_at(&entry.encode().unwrap(), namespace_offset(0))
+            .unwrap();
+        CALLS.take();
+        assert_eq!(drop_namespace(path, &digest).unwrap(), 1);
+        let calls = CALLS.take();
+        assert_eq!(calls.last(), Some(&("sync", SUPER)), "{calls:?}");
+        assert_eq!(drop_namespace(path, &digest).unwrap(), 0);
     }
 
     #[test]

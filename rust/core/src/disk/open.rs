@@ -505,8 +505,7 @@ pub fn drop_namespace(path: &Path, digest: &str) -> Result<usize, StoreError> {
             dropped += 1;
         }
     }
-    file.sync_all()
-        .map_err(failed(path, "sync the super file"))?;
+    files::sync(path, &file, SUPER)?;
     Ok(dropped)
 }
 

@@ -8,7 +8,7 @@ use undercroft_core::arena::Arena;
 use undercroft_core::disk::Health;
 use undercroft_core::driver::EngineAccess;
 use undercroft_core::driver::{Clock, Driver};
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Engine, EngineConfig, ResizeOrder, SessionId};
 use undercroft_core::io::fault::FaultEngine;
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::{IoCompletion, IoEngine, IoRequest, Waker};
@@ -165,51 +165,89 @@ fn a_panic_in_the_engine_stays_there_and_nobody_enters_it_again() {
     }
 }
 
-/// Fails as soon as it is woken.
+/// Fails where a test says so.
 #[derive(Debug)]
-struct Broken(ThreadPool);
+struct Broken {
+    pool: ThreadPool,
+    /// As soon as it is woken.
+    panics: bool,
+    /// Another process has pinned the arena.
+    keeps_memory: bool,
+}
 
 impl IoEngine for Broken {
     fn arena(&self) -> &Arc<Arena> {
-        self.0.arena()
+        self.pool.arena()
     }
     fn name(&self) -> &'static str {
         "broken"
     }
     fn in_flight(&self) -> usize {
-        self.0.in_flight()
+        self.pool.in_flight()
     }
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>) {
-        assert!(timeout.is_some(), "for a test");
-        self.0.wait(timeout, out);
+        assert!(timeout.is_some() || !self.panics, "for a test");
+        self.pool.wait(timeout, out);
     }
     fn submit(&mut self, request: IoRequest) {
-        self.0.submit(request);
+        self.pool.submit(request);
     }
     fn release_memory(&mut self, offset: u64, len: u64) -> std::io::Result<()> {
+        if self.keeps_memory {
+            return Err(std::io::ErrorKind::WouldBlock.into());
+        }
         self.arena().release(offset, len)
     }
 
     fn depth(&self) -> usize {
-        self.0.depth()
+        self.pool.depth()
     }
     fn room(&self, device: u16) -> usize {
-        self.0.room(device)
+        self.pool.room(device)
     }
     fn waker(&self) -> Waker {
-        self.0.waker()
+        self.pool.waker()
     }
 }
 
 #[test]
 fn a_panic_of_the_io_thread_ends_every_wait() {
-    let driver = empty(Broken(pool()));
+    let driver = empty(Broken {
+        pool: pool(),
+        panics: true,
+        keeps_memory: false,
+    });
     assert!(
         !driver.wait_until(PATIENCE, |_| false),
         "woken, not timed out"
     );
     assert_eq!(driver.enter(|_| 1), None);
     driver.stop(PATIENCE);
+}
+
+#[test]
+fn a_resize_ends_whether_the_system_takes_the_memory_back_or_not() {
+    for keeps_memory in [false, true] {
+        let driver = empty(Broken {
+            pool: pool(),
+            panics: false,
+            keeps_memory,
+        });
+        let order = ResizeOrder {
+            host_bytes: Some(HOST / 2),
+            ..ResizeOrder::default()
+        };
+        driver
+            .enter(|engine| engine.resize(&order, None).unwrap())
+            .unwrap();
+        let kept = if keeps_memory { HOST / 2 } else { 0 };
+        let ended = |engine: &mut Engine| {
+            let host = engine.resized().host;
+            !host.resizing && host.kept_bytes == kept
+        };
+        assert!(driver.wait_until(PATIENCE, ended), "{keeps_memory}");
+        driver.stop(PATIENCE);
+    }
 }
 
 /// Does one operation, well, at each look, once it may.
