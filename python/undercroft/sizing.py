@@ -38,11 +38,12 @@ def resolve_sizes(config: UndercroftConfig, ranks: int = 1) -> Sizes:
     parts = 1 if config.disk_path else ranks
     host //= parts
     if host < _MIN_HOST_MEMORY:
-        each = f" for each of {parts} data-parallel ranks" if parts > 1 else ""
-        raise ConfigError(
-            f"undercroft: host_memory = {config.host_memory} is {format_size(host)}{each}; "
-            f"at least {format_size(_MIN_HOST_MEMORY)} are needed."
-        )
+        least = f"at least {format_size(_MIN_HOST_MEMORY)} are needed"
+        if parts > 1:
+            least = f"that is {format_size(host)} for each of {parts} data-parallel ranks; {least} for each"
+        elif str(config.host_memory) != format_size(host):
+            least = f"that is {format_size(host)}; {least}"
+        raise ConfigError(f"undercroft: host_memory = {config.host_memory}: {least}.")
     return Sizes(
         host,
         _part_of(host, "promotion_memory", config.promotion_memory, parts),

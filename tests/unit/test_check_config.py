@@ -70,7 +70,7 @@ def test_a_remote_store_that_cannot_be_used_now_is_a_warning(
     [
         ('{"host_memroy": "1GiB"}', "did you mean 'host_memory'"),
         ('{"host_memory": "9999TiB"}', "more than the"),
-        ('{"host_memory": "1MiB"}', "at least 16 MiB"),
+        ('{"host_memory": "1MiB"}', "host_memory = 1 MiB: at least 16 MiB are needed"),
         ("{", "no JSON"),
         ("[]", "no JSON object"),
         ("@none", "cannot be read"),
