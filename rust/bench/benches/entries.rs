@@ -12,7 +12,7 @@ use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::{
     NAMESPACE_BYTES, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
 };
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 use undercroft_core::io::raw::process_time;
 use undercroft_core::io::{IoCompletion, IoFault, IoRequest};
 use undercroft_core::key::BlockHash;
@@ -136,9 +136,9 @@ impl Timed {
 
     /// A turn of the IO thread.
     fn step(&mut self) -> usize {
-        let mut requests = Vec::new();
-        self.enter(|engine| engine.next_io(DEPTH, &mut requests));
-        for request in &requests {
+        let mut started = Started::default();
+        self.enter(|engine| engine.turn(Room::io(DEPTH), &mut started));
+        for request in &started.io {
             let result = match request {
                 IoRequest::ReadPayload { .. } if self.fails => Err(IoFault::Os(5)),
                 IoRequest::ReadPayload { checksum, .. } => Ok(*checksum),
@@ -147,11 +147,11 @@ impl Timed {
             let token = request.token();
             self.enter(|engine| engine.complete(IoCompletion { token, result }));
         }
-        requests.len()
+        started.io.len()
     }
 
     fn settle(&mut self) {
-        while self.step() > 0 || self.engine.has_rest() {}
+        while self.step() > 0 || self.engine.wake() == Due::Now {}
     }
 
     fn save(&mut self, session: SessionId, hashes: &[BlockHash]) -> bool {

@@ -6,7 +6,7 @@ use std::hint::black_box;
 use criterion::{Criterion, criterion_group, criterion_main};
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 use undercroft_core::io::{IoCompletion, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
@@ -93,13 +93,13 @@ fn engine(read_ns: u64, min_load_tokens: Option<u32>) -> (Engine, SessionId) {
 fn turn(engine: &mut Engine, now_ns: u64, read_ns: u64) {
     let mut now_ns = now_ns;
     loop {
-        let mut requests = Vec::new();
+        let mut started = Started::default();
         engine.set_now(now_ns);
-        engine.next_io(32, &mut requests);
-        if requests.is_empty() && !engine.has_rest() {
+        engine.turn(Room::io(32), &mut started);
+        if started.io.is_empty() && engine.wake() != Due::Now {
             return;
         }
-        for request in requests {
+        for request in started.io {
             let token = request.token();
             let mut result = Ok(7);
             if let IoRequest::ReadPayload { checksum, .. } = request {
@@ -122,7 +122,7 @@ fn benchmarks(c: &mut Criterion) {
         let prompt = hashes(1);
         let request = LookupRequest::new("r", &prompt).wait(Some(wait));
         assert!(engine.lookup(session, &request).is_pending());
-        engine.next_io(32, &mut Vec::new());
+        engine.turn(Room::io(32), &mut Started::default());
         group.bench_function(name, |b| {
             b.iter(|| {
                 let answer = engine.still_pending(session, "r", Tokens(0), Priority::Demand);

@@ -8,8 +8,8 @@ use std::hint::black_box;
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
-use undercroft_core::io::{IoCompletion, IoRequest};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
+use undercroft_core::io::{IoCompletion, IoRequest, IoRoom};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::remote::{
@@ -28,6 +28,13 @@ const HOST: u32 = 2 * BLOCKS;
 const DISK: u64 = 4 << 30;
 /// Blocks of an object of the store.
 const OF_OBJECT: u32 = 16;
+/// Room for operations of the disk and of the store.
+const ROOM: Room<'_> = Room {
+    io: Some(IoRoom::Same(64)),
+    memory: false,
+    checksum_bytes: None,
+    store: Some(64),
+};
 /// The sum of every payload.
 const SUM: u64 = 7;
 
@@ -93,17 +100,22 @@ impl Machine {
 
     /// A turn of the IO thread and of the store's threads. Returns whether there was anything to do.
     fn turn(&mut self) -> bool {
-        let (mut requests, mut remote, mut sums) = (Vec::new(), Vec::new(), Vec::new());
-        self.engine.next_checksums(u32::MAX, &mut sums);
-        self.engine.next_io(64, &mut requests);
-        self.engine.next_remote(64, &mut remote);
-        let any = !(requests.is_empty() && remote.is_empty() && sums.is_empty());
-        for request in sums {
+        let mut started = Started::default();
+        self.engine.turn(Room::checksums(u32::MAX), &mut started);
+        self.engine.turn(ROOM, &mut started);
+        let Started {
+            io,
+            checksums,
+            store,
+            ..
+        } = started;
+        let any = !(io.is_empty() && store.is_empty() && checksums.is_empty());
+        for request in checksums {
             let token = request.token;
             let result = Ok(SUM);
             self.engine.complete(IoCompletion { token, result });
         }
-        for request in requests {
+        for request in io {
             let token = request.token();
             let result = match request {
                 IoRequest::ReadPayload { checksum, .. } => Ok(checksum),
@@ -111,13 +123,13 @@ impl Machine {
             };
             self.engine.complete(IoCompletion { token, result });
         }
-        for request in remote {
+        for request in store {
             let token = request.token();
             let result = self.carry_out(request);
             self.engine
                 .complete_remote(RemoteCompletion { token, result });
         }
-        any || self.engine.has_rest()
+        any || self.engine.wake() == Due::Now
     }
 
     fn carry_out(&mut self, request: RemoteRequest) -> Result<RemoteDone, RemoteError> {
@@ -214,12 +226,12 @@ fn benchmarks(c: &mut Criterion) {
     machine.engine.finish_request(machine.session, "miss");
     machine.settle();
 
-    let (mut io, mut remote) = (Vec::new(), Vec::new());
+    let mut started = Started::default();
     group.bench_function("entry with nothing to do", |b| {
         b.iter(|| {
-            machine.engine.next_io(64, &mut io);
-            machine.engine.next_remote(64, &mut remote);
-            assert!(!machine.engine.has_io() && io.is_empty() && remote.is_empty());
+            machine.engine.turn(ROOM, &mut started);
+            assert!(machine.engine.wake() < Due::Start);
+            assert!(started.io.is_empty() && started.store.is_empty());
         });
     });
 

@@ -3,7 +3,7 @@
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 use undercroft_core::error::RegisterError;
 use undercroft_core::io::{FileKind, IoCompletion, IoRequest};
 use undercroft_core::key::BlockHash;
@@ -189,7 +189,7 @@ impl Store {
 
     /// Carries out all IO that the engine wants, and the work that its entries have left.
     pub fn settle(&mut self) {
-        while self.poll() > 0 || self.engine.has_rest() {}
+        while self.poll() > 0 || self.engine.wake() == Due::Now {}
     }
 
     /// As [`Store::settle`], also while payloads wait for a search that goes on in the engine's next entries.
@@ -201,9 +201,9 @@ impl Store {
 
     /// Asks the engine for IO once, and carries it out. Returns how much it was.
     pub fn poll(&mut self) -> usize {
-        let mut requests = Vec::new();
-        self.engine.next_io(DEPTH, &mut requests);
-        for request in &requests {
+        let mut started = Started::default();
+        self.engine.turn(Room::io(DEPTH), &mut started);
+        for request in &started.io {
             let mut result = Ok(0);
             match request {
                 IoRequest::ReadPayload { checksum, .. } => result = Ok(*checksum),
@@ -225,7 +225,7 @@ impl Store {
             let token = request.token();
             self.engine.complete(IoCompletion { token, result });
         }
-        requests.len()
+        started.io.len()
     }
 }
 

@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 
 use crate::checksum;
 use crate::disk::DeviceImage;
-use crate::engine::{Engine, OperationCount};
-use crate::io::{ChecksumQueue, DeviceFiles, IoCompletion, IoEngine, IoRequest, Waker};
+use crate::engine::{Due, Engine, Room, Started};
+use crate::io::{ChecksumQueue, DeviceFiles, IoCompletion, IoEngine, IoRoom, Waker};
 use crate::panics::contained;
-use crate::remote::{RemoteCompletion, RemoteRequest, RemoteStore};
+use crate::remote::{RemoteCompletion, RemoteStore};
 
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
@@ -38,8 +38,8 @@ const TICK: Duration = match cfg!(test) {
     false => Duration::from_millis(5),
 };
 
-/// How often the IO thread writes the ages of payloads that were used.
-const TOUCHED: Duration = Duration::from_secs(1);
+/// How often the IO thread looks after work for which nobody waits, such as the ages of payloads that were used.
+const LATER: Duration = Duration::from_secs(1);
 
 /// Bytes of payloads in the arena whose checksums are computed before the IO thread polls the devices again. Fewer
 /// while reads are in flight, since requests wait for these: some 30 us instead of 120 us.
@@ -149,7 +149,7 @@ impl SharedEngine {
         work: impl FnOnce(&mut Engine) -> R,
     ) -> R {
         let result = work(&mut state.engine);
-        let wake = state.waits && state.engine.has_io();
+        let wake = state.waits && state.engine.wake() >= Due::Start;
         state.waits &= !wake;
         let progress = state.engine.take_progress();
         drop(state);
@@ -300,7 +300,7 @@ impl EngineAccess for Driver {
             let mut state = self.shared.lock()?;
             loop {
                 let is_done = done(&mut state.engine);
-                if state.waits && state.engine.has_io() {
+                if state.waits && state.engine.wake() >= Due::Start {
                     state.waits = false;
                     self.shared.waker.wake();
                 }
@@ -342,71 +342,38 @@ fn run_or_break(shared: &SharedEngine, io: Box<dyn IoEngine>) {
     resume_unwind(panic);
 }
 
-fn run(shared: &SharedEngine, mut io: Box<dyn IoEngine>) {
+fn run(shared: &SharedEngine, io: Box<dyn IoEngine>) {
     // Here no operation waits for the measurement.
     checksum::measure();
-    let mut completions: Vec<IoCompletion> = Vec::new();
-    let mut requests: Vec<IoRequest> = Vec::new();
-    let mut rooms: Vec<usize> = Vec::new();
-    let mut started = Vec::new();
-    let mut checksums = ChecksumQueue::new(Arc::clone(io.arena()));
-    let mut remote = RemoteTurn::default();
-    let mut released = None;
+    let mut thread = IoThread::new(io);
     let mut timeout = Some(Duration::ZERO);
-    let mut in_flight = OperationCount::default();
     loop {
-        io.wait(timeout, &mut completions);
-        let most = if in_flight.reads == 0 {
-            SUM_BYTES
-        } else {
-            SUM_BYTES_READING
-        };
-        checksums.advance(most, &mut completions);
-        remote.drain();
+        let sum_bytes = thread.wait(timeout);
         let Some(mut state) = shared.lock() else {
             return;
         };
-        let mut progress = !completions.is_empty() || !remote.completions.is_empty();
-        for completion in completions.drain(..) {
-            state.engine.complete(completion);
-        }
-        remote.complete(&mut state);
-        if let Some(ok) = released.take() {
-            state.engine.arena_release_ended(ok);
-        }
-        for opened in std::mem::take(&mut state.opened) {
-            if io.replace_files(opened.device, opened.files).is_ok() {
-                state.engine.open_disk(opened.device, &opened.image);
-            }
-        }
-        let devices = 0..state.engine.device_count() as u16;
-        rooms.clear();
-        rooms.extend(devices.map(|device| io.room(device)));
+        let mut progress = thread.report(&mut state);
         let stopping = state.stop_at;
-        let mut release = None;
-        let late = stopping.is_some_and(|at| Instant::now() >= at);
-        if !late {
-            state.engine.next_io(&rooms[..], &mut requests);
-            release = state.engine.next_arena_release();
-            if checksums.is_empty() {
-                state.engine.next_checksums(most, &mut started);
-            }
-        }
-        if stopping.is_none() {
-            remote.next(&mut state.engine);
-        }
+        let is_late = stopping.is_some_and(|at| Instant::now() >= at);
+        let sums_all = thread.checksums.is_empty();
+        let store = thread.store.as_ref().filter(|_| stopping.is_none());
+        let room = Room {
+            io: (!is_late).then_some(IoRoom::Each(&thread.rooms)),
+            memory: !is_late,
+            checksum_bytes: (!is_late && sums_all).then_some(sum_bytes),
+            store: store.map(|store| store.room()),
+        };
+        state.engine.turn(room, &mut thread.started);
         // Promotions may have ended without a completion.
         progress |= state.engine.take_progress();
-        let waits = state.engine.has_io();
-        in_flight = state.engine.operations();
-        let touched = state.engine.has_touched();
-        let has_rest = state.engine.has_rest();
-        let has_remote_work = state.engine.has_remote_work();
+        let wake = state.engine.wake();
+        thread.reads_in_flight = state.engine.operations().reads;
         state.waits = true;
         if progress {
             shared.progress.notify_all();
         }
-        if late || stopping.is_some() && state.engine.is_quiet() && requests.is_empty() {
+        let is_done = || state.engine.is_quiet() && thread.started.io.is_empty();
+        if is_late || stopping.is_some() && is_done() {
             state.stopped = true;
             shared.progress.notify_all();
             return;
@@ -415,67 +382,116 @@ fn run(shared: &SharedEngine, mut io: Box<dyn IoEngine>) {
         if progress && let Some(hook) = shared.hook.get() {
             (hook.0)();
         }
-        checksums.extend(started.drain(..));
-        for request in requests.drain(..) {
-            io.submit(request);
-        }
-        remote.submit();
-        released = release.map(|(offset, len)| io.release_memory(offset, len).is_ok());
+        thread.start();
         timeout = match stopping {
-            _ if !checksums.is_empty() => Some(Duration::ZERO),
-            None if has_rest => Some(REST_PAUSE),
-            // Requests that could not be started are tried again. A completion ends the wait for a
-            // device.
-            None if !waits && has_remote_work => Some(RETRY),
-            None if !waits => (in_flight.all > 0).then_some(LOOK),
-            _ => Some(RETRY),
+            _ if !thread.checksums.is_empty() => Some(Duration::ZERO),
+            Some(_) => Some(RETRY),
+            None => pause(wake),
         };
-        if touched && timeout.is_none() {
-            timeout = Some(TOUCHED);
-        }
     }
 }
 
-/// The remote store, which the IO thread owns, with the requests and completions of a turn.
-#[derive(Default)]
-struct RemoteTurn {
+/// How long the IO thread waits for an event.
+fn pause(wake: Due) -> Option<Duration> {
+    match wake {
+        Due::Never | Due::Event => None,
+        Due::Later => Some(LATER),
+        Due::Look => Some(LOOK),
+        // Requests that could not be started are tried again.
+        Due::Poll | Due::Start => Some(RETRY),
+        Due::Now => Some(REST_PAUSE),
+    }
+}
+
+/// The IO thread's own: the devices and the remote store, with the operations that have ended or are to be started.
+struct IoThread {
+    io: Box<dyn IoEngine>,
+    checksums: ChecksumQueue,
     store: Option<Box<dyn RemoteStore>>,
-    requests: Vec<RemoteRequest>,
-    completions: Vec<RemoteCompletion>,
+    reads_in_flight: usize,
+    ended: Vec<IoCompletion>,
+    store_ended: Vec<RemoteCompletion>,
+    /// A part of the arena was to be returned to the system, and this succeeded.
+    released: Option<bool>,
+    /// Operations that each device takes.
+    rooms: Vec<usize>,
+    started: Started,
 }
 
-impl RemoteTurn {
-    fn drain(&mut self) {
-        if let Some(store) = &mut self.store {
-            store.drain(&mut self.completions);
+impl IoThread {
+    fn new(io: Box<dyn IoEngine>) -> Self {
+        Self {
+            checksums: ChecksumQueue::new(Arc::clone(io.arena())),
+            io,
+            store: None,
+            reads_in_flight: 0,
+            ended: Vec::new(),
+            store_ended: Vec::new(),
+            released: None,
+            rooms: Vec::new(),
+            started: Started::default(),
         }
     }
 
-    /// Takes a store that was attached, and reports the ended operations to the engine.
-    fn complete(&mut self, state: &mut DriverState) {
+    /// Waits until operations end, and computes checksums. Returns how many bytes it sums at once now.
+    fn wait(&mut self, timeout: Option<Duration>) -> u32 {
+        self.io.wait(timeout, &mut self.ended);
+        let most = if self.reads_in_flight == 0 {
+            SUM_BYTES
+        } else {
+            SUM_BYTES_READING
+        };
+        self.checksums.advance(most, &mut self.ended);
+        if let Some(store) = &mut self.store {
+            store.drain(&mut self.store_ended);
+        }
+        most
+    }
+
+    /// Tells the engine of the operations that have ended, and attaches directories and a store. Returns whether
+    /// operations have ended.
+    fn report(&mut self, state: &mut DriverState) -> bool {
+        let any = !self.ended.is_empty() || !self.store_ended.is_empty();
+        for completion in self.ended.drain(..) {
+            state.engine.complete(completion);
+        }
         if let Some(store) = state.remote.take()
             && self.store.is_none()
         {
             self.store = Some(store);
             state.engine.attach_remote();
         }
-        for completion in self.completions.drain(..) {
+        for completion in self.store_ended.drain(..) {
             state.engine.complete_remote(completion);
         }
-    }
-
-    fn next(&mut self, engine: &mut Engine) {
-        if let Some(store) = &self.store {
-            engine.next_remote(store.room(), &mut self.requests);
+        if let Some(ok) = self.released.take() {
+            state.engine.arena_release_ended(ok);
         }
+        for opened in std::mem::take(&mut state.opened) {
+            if self.io.replace_files(opened.device, opened.files).is_ok() {
+                state.engine.open_disk(opened.device, &opened.image);
+            }
+        }
+        let devices = 0..state.engine.device_count() as u16;
+        self.rooms.clear();
+        self.rooms
+            .extend(devices.map(|device| self.io.room(device)));
+        any
     }
 
-    fn submit(&mut self) {
+    /// Starts the operations that the engine has asked for.
+    fn start(&mut self) {
+        self.checksums.extend(self.started.checksums.drain(..));
+        for request in self.started.io.drain(..) {
+            self.io.submit(request);
+        }
         if let Some(store) = &mut self.store {
-            for request in self.requests.drain(..) {
+            for request in self.started.store.drain(..) {
                 store.submit(request);
             }
         }
+        let release = self.started.memory.take();
+        self.released = release.map(|(offset, len)| self.io.release_memory(offset, len).is_ok());
     }
 }
 

@@ -4,7 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use undercroft_core::disk::DeviceImage;
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 use undercroft_core::io::{IoCompletion, IoFault, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
@@ -111,13 +111,13 @@ fn without_a_single_hit_the_oldest_prompts_go() {
 
 /// Carries out the operations that the engine asks of the disk.
 fn settle(engine: &mut Engine) {
-    let mut io = Vec::new();
+    let mut started = Started::default();
     loop {
-        engine.next_io(64, &mut io);
-        if io.is_empty() && !engine.has_rest() {
+        engine.turn(Room::io(64), &mut started);
+        if started.io.is_empty() && engine.wake() != Due::Now {
             return;
         }
-        for request in io.drain(..) {
+        for request in started.io.drain(..) {
             let result = match request {
                 IoRequest::ReadPayload { checksum, .. } => Ok(checksum),
                 _ => Ok(0),
@@ -190,9 +190,10 @@ fn a_full_disk_of_writes_in_flight_leaves_the_rest_in_the_arena() {
     hit(&mut engine, session, "r", &prompt);
     assert_eq!(save(&mut engine, session, "r", &prompt), 8);
     engine.finish_request(session, "r");
-    let mut io = Vec::new();
-    engine.next_io(64, &mut io);
-    let writes = io
+    let mut started = Started::default();
+    engine.turn(Room::io(64), &mut started);
+    let writes = started
+        .io
         .iter()
         .filter(|io| matches!(io, IoRequest::WritePayload { .. }))
         .count();
@@ -221,9 +222,9 @@ fn a_prompt_saved_block_by_block_asks_a_disk_that_takes_no_writes_for_each_block
     let (mut engine, session) = engine_of(PolicyKind::Lru, 100_000, 100_000);
     let prompt = chain(blocks);
     save(&mut engine, session, "r", &prompt[..1].to_vec());
-    let mut io = Vec::new();
-    engine.next_io(64, &mut io);
-    for request in io.drain(..) {
+    let mut started = Started::default();
+    engine.turn(Room::io(64), &mut started);
+    for request in started.io.drain(..) {
         engine.complete(IoCompletion {
             token: request.token(),
             result: Err(IoFault::Os(30)),
@@ -237,8 +238,8 @@ fn a_prompt_saved_block_by_block_asks_a_disk_that_takes_no_writes_for_each_block
             )
             .transfer;
         engine.end_transfer(save.unwrap().id, true);
-        engine.next_io(64, &mut io);
-        assert!(io.is_empty());
+        engine.turn(Room::io(64), &mut started);
+        assert!(started.io.is_empty());
     }
     let counters = engine.counters();
     assert_eq!(counters.refused_disk_degraded, u64::from(blocks) - 1);

@@ -8,7 +8,7 @@
 use undercroft_core::checksum::checksum;
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Engine, EngineConfig, Room, SessionId, Started};
 use undercroft_core::io::{FileKind, IoCompletion, IoFault, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
@@ -72,8 +72,7 @@ impl Machine {
 
     fn run(&mut self, engine: &mut Engine) {
         for _ in 0..1000 {
-            let mut requests = Vec::new();
-            engine.next_io(4, &mut requests);
+            let requests = turn(engine, 4);
             if requests.is_empty() {
                 return;
             }
@@ -384,11 +383,11 @@ fn a_payload_that_was_summed_while_it_waited_to_be_written_is_not_summed_again()
     machine.run(&mut engine);
 
     save(&mut machine, &mut engine, session, &hashes);
-    let mut first = Vec::new();
-    engine.next_io(2, &mut first);
+    let first = turn(&mut engine, 2);
     assert_eq!(given(&first), [None, None]);
-    let mut sums = Vec::new();
-    engine.next_checksums(u32::MAX, &mut sums);
+    let mut started = Started::default();
+    engine.turn(Room::checksums(u32::MAX), &mut started);
+    let sums = started.checksums;
     assert_eq!(sums.len(), 4, "a write in flight computes its own");
     for request in sums {
         let from = request.arena_offset as usize;
@@ -401,8 +400,7 @@ fn a_payload_that_was_summed_while_it_waited_to_be_written_is_not_summed_again()
     let at = places.position(|window| window == &start[..64]).unwrap();
     machine.arena[at + 9_000] ^= 4;
     machine.complete(&mut engine, first);
-    let mut later = Vec::new();
-    engine.next_io(8, &mut later);
+    let later = turn(&mut engine, 8);
     let saved: Vec<_> = (3..=6)
         .map(|depth| Some(checksum(&payload(depth))))
         .collect();
@@ -423,6 +421,13 @@ fn a_payload_that_was_summed_while_it_waited_to_be_written_is_not_summed_again()
 }
 
 /// The checksums that writes of payloads need not compute.
+/// The operations of the disk that start now.
+fn turn(engine: &mut Engine, room: usize) -> Vec<IoRequest> {
+    let mut started = Started::default();
+    engine.turn(Room::io(room), &mut started);
+    started.io
+}
+
 fn given(requests: &[IoRequest]) -> Vec<Option<u64>> {
     let checksum = |request: &IoRequest| match request {
         IoRequest::WritePayload { checksum, .. } => Some(*checksum),
@@ -502,16 +507,11 @@ fn writes_leave_a_part_of_the_depth_to_reads() {
     let session = engine.open_session(spec()).unwrap();
     machine.run(&mut engine);
     save(&mut machine, &mut engine, session, &chain(12));
-    let mut requests = Vec::new();
-    engine.next_io(8, &mut requests);
+    let mut requests = turn(&mut engine, 8);
     assert_eq!(requests.len(), 6);
-    engine.next_io(2, &mut requests);
-    assert_eq!(requests.len(), 6, "none has ended");
-    let token = requests[0].token();
-    let result = machine.execute(requests.swap_remove(0));
-    engine.complete(IoCompletion { token, result });
-    engine.next_io(3, &mut requests);
-    assert_eq!(requests.len(), 6);
+    assert_eq!(turn(&mut engine, 2), [], "none has ended");
+    machine.complete(&mut engine, vec![requests.swap_remove(0)]);
+    assert_eq!(turn(&mut engine, 3).len(), 1);
 }
 
 #[test]

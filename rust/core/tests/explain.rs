@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use undercroft_core::disk::DeviceImage;
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 use undercroft_core::explain::{ExplainQuery, Explained, Reason};
 use undercroft_core::io::{IoCompletion, IoFault, IoRequest};
 use undercroft_core::key::BlockHash;
@@ -73,13 +73,13 @@ fn save(engine: &mut Engine, session: SessionId, prompt: &Vec<BlockHash>) {
 /// Carries out the operations that the engine asks of the disk; reads end with `read`, if they do
 /// not fit their checksum.
 fn settle(engine: &mut Engine, read: Result<u64, IoFault>) {
-    let mut io = Vec::new();
+    let mut started = Started::default();
     loop {
-        engine.next_io(64, &mut io);
-        if io.is_empty() && !engine.has_rest() {
+        engine.turn(Room::io(64), &mut started);
+        if started.io.is_empty() && engine.wake() != Due::Now {
             return;
         }
-        for request in io.drain(..) {
+        for request in started.io.drain(..) {
             let result = match request {
                 IoRequest::ReadPayload { checksum, .. } => read.map(|_| checksum),
                 _ => Ok(0),
@@ -273,9 +273,9 @@ fn what_is_on_disk_and_not_read_has_its_own_reasons() {
         });
         let request = LookupRequest::new("r", &first);
         assert!(engine.lookup(session, &request).is_pending());
-        engine.next_io(64, &mut Vec::new());
+        engine.turn(Room::io(64), &mut Started::default());
         engine.set_now(2 * SECOND);
-        engine.next_io(64, &mut Vec::new());
+        engine.turn(Room::io(64), &mut Started::default());
         let told = ask(&mut engine, session, &request, Ok(0));
         assert_eq!((told.rest.reason, told.hit_tokens), (reason, 0));
         let counters = engine.counters();

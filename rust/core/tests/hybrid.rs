@@ -3,7 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 use undercroft_core::error::RegisterError;
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
@@ -274,8 +274,8 @@ fn a_long_chain_of_nodes_without_payloads_goes_on_a_small_stack() {
             .unwrap();
         assert_eq!(engine.gauges().nodes, u64::from(depth));
         engine.end_transfer(job.id, false);
-        while engine.has_rest() {
-            engine.next_io(0, &mut Vec::new());
+        while engine.wake() == Due::Now {
+            engine.turn(Room::io(0), &mut Started::default());
         }
         assert_eq!(engine.gauges().nodes, 0);
     });

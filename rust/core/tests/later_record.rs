@@ -6,7 +6,7 @@ use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::{
     NAMESPACE_BYTES, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
 };
-use undercroft_core::engine::{Engine, EngineConfig};
+use undercroft_core::engine::{Engine, EngineConfig, Room, Started};
 use undercroft_core::io::IoRequest;
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
@@ -79,9 +79,9 @@ fn read(records: &[Record], block: u8) -> Option<(u64, u64)> {
         assert_eq!(answer.tokens(), Some(Tokens(0)));
         return None;
     }
-    let mut requests = Vec::new();
-    engine.next_io(8, &mut requests);
-    let mut reads = requests.iter().filter_map(|request| match request {
+    let mut started = Started::default();
+    engine.turn(Room::io(8), &mut started);
+    let mut reads = started.io.iter().filter_map(|request| match request {
         IoRequest::ReadPayload {
             file_offset,
             checksum,

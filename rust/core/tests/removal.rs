@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use undercroft_core::engine::{Engine, EngineConfig};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Room, Started};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
@@ -60,7 +60,7 @@ fn no_page_of_a_load_goes_to_another_size_class_while_its_namespace_is_removed()
     let other = chain(2, 1);
     let wanted = SaveRequest::new("other", &other, Tokens(HASH_BLOCK));
     let mut steps = 0;
-    while engine.has_rest() {
+    while engine.wake() == Due::Now {
         let granted = engine.begin_save(new, &wanted);
         assert_eq!(granted.transfer, None, "after {steps} steps");
         steps += 1;
@@ -69,8 +69,8 @@ fn no_page_of_a_load_goes_to_another_size_class_while_its_namespace_is_removed()
     assert_eq!(engine.begin_save(new, &wanted).transfer, None);
 
     engine.end_transfer(load.id, true);
-    while engine.has_rest() {
-        engine.next_io(1, &mut Vec::new());
+    while engine.wake() == Due::Now {
+        engine.turn(Room::io(1), &mut Started::default());
     }
     assert!(engine.begin_save(new, &wanted).transfer.is_some());
 }

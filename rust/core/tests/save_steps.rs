@@ -1,6 +1,8 @@
 //! Saves in steps: others enter the engine between two steps.
 
-use undercroft_core::engine::{Engine, EngineConfig, SaveLimit, SaveProgress, SessionId};
+use undercroft_core::engine::{
+    Due, Engine, EngineConfig, Room, SaveLimit, SaveProgress, SessionId, Started,
+};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{Lookup, LookupRequest, SaveRequest, Tokens, TransferId};
@@ -86,8 +88,8 @@ fn a_save_ends_when_a_block_far_above_its_end_has_left_the_index() {
     engine.end_transfer(above.id, false);
     assert!(ends(&mut engine, id, &save));
     engine.end_transfer(id, false);
-    while engine.has_rest() {
-        engine.next_io(1, &mut Vec::new());
+    while engine.wake() == Due::Now {
+        engine.turn(Room::io(1), &mut Started::default());
     }
     assert!(is_unused(&mut engine));
 }

@@ -2,7 +2,7 @@
 //! reads and writes at once, the writes at most at the rate of the options.
 
 use undercroft_core::disk::DeviceImage;
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 use undercroft_core::io::{ChecksumRequest, IoCompletion, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
@@ -52,7 +52,8 @@ pub struct ReplayEngine {
     engine: Engine,
     session: SessionId,
     hashes: Vec<BlockHash>,
-    io: Vec<IoRequest>,
+    /// Operations to carry out.
+    operations: Started,
     requests: u64,
     now_ns: u64,
     /// Time between two questions to the engine while writes wait for their rate.
@@ -121,7 +122,7 @@ impl ReplayEngine {
             engine,
             session,
             hashes: Vec::new(),
-            io: Vec::new(),
+            operations: Started::default(),
             requests: 0,
             now_ns: 0,
             step_ns: STEP_NS.max(block_ns.unwrap_or(0)),
@@ -160,7 +161,7 @@ impl ReplayEngine {
         while self.now_ns < now_ns {
             self.end_metadata();
             self.settle();
-            let waits = self.engine.has_io();
+            let waits = self.engine.wake() >= Due::Start;
             let step_ns = if waits { self.step_ns } else { u64::MAX };
             self.set_now(self.now_ns.saturating_add(step_ns).min(now_ns));
         }
@@ -197,7 +198,7 @@ impl ReplayEngine {
             let answer = self.engine.lookup(self.session, &request).tokens();
             match answer {
                 Some(Tokens(hit)) => return (hit / TOKENS) as usize,
-                None => settle(&mut self.engine, &mut self.io, &mut self.metadata),
+                None => settle(&mut self.engine, &mut self.operations, &mut self.metadata),
             }
         }
     }
@@ -211,7 +212,7 @@ impl ReplayEngine {
     }
 
     fn settle(&mut self) {
-        settle(&mut self.engine, &mut self.io, &mut self.metadata);
+        settle(&mut self.engine, &mut self.operations, &mut self.metadata);
     }
 }
 
@@ -225,19 +226,18 @@ fn write_rate(blocks_per_s: f64) -> u64 {
 }
 
 /// Carries out all IO that the engine requests.
-fn settle(engine: &mut Engine, io: &mut Vec<IoRequest>, metadata: &mut Vec<u64>) {
-    let mut checksums = Vec::new();
+fn settle(engine: &mut Engine, operations: &mut Started, metadata: &mut Vec<u64>) {
     loop {
-        engine.next_checksums(u32::MAX, &mut checksums);
-        for ChecksumRequest { token, .. } in checksums.drain(..) {
+        engine.turn(Room::checksums(u32::MAX), operations);
+        for ChecksumRequest { token, .. } in operations.checksums.drain(..) {
             let result = Ok(0);
             engine.complete(IoCompletion { token, result });
         }
-        engine.next_io(DEPTH, io);
-        if io.is_empty() {
+        engine.turn(Room::io(DEPTH), operations);
+        if operations.io.is_empty() {
             return;
         }
-        for request in io.drain(..) {
+        for request in operations.io.drain(..) {
             let token = request.token();
             let result = match request {
                 IoRequest::ReadPayload { checksum, .. } => Ok(checksum),

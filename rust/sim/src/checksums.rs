@@ -1,5 +1,6 @@
 //! Checksums of payloads in the arena, whose computing takes time, and bytes in the arena that change.
 
+use undercroft_core::engine::{Room, Started};
 use undercroft_core::io::{ChecksumRequest, IoCompletion};
 
 use crate::arena::Hand;
@@ -9,10 +10,10 @@ use crate::world::World;
 impl World {
     /// Begins checksums, and ends some.
     pub(crate) fn sum(&mut self) -> Result<(), String> {
-        let mut started = Vec::new();
+        let mut started = Started::default();
         self.engine
-            .with(|engine| engine.next_checksums(u32::MAX, &mut started));
-        for request in started {
+            .with(|engine| engine.turn(Room::checksums(u32::MAX), &mut started));
+        for request in started.checksums {
             let (offset, len) = (request.arena_offset, u64::from(request.payload_len));
             self.arena.take(offset, len, Hand::Read, "a checksum")?;
             self.checksums.push(request);

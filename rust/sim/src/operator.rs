@@ -1,7 +1,7 @@
 //! An operator: clears blocks, has the engine drain, and sets the sizes of the tiers.
 
 use undercroft_core::engine::{
-    ClearOrder, ClearRefusal, ClearWhat, Engine, ResizeOrder, Resized, TierSize,
+    ClearOrder, ClearRefusal, ClearWhat, ResizeOrder, Resized, Room, Started, TierSize,
 };
 
 use crate::arena::Hand;
@@ -61,8 +61,13 @@ impl World {
 
     /// Frees a part of the arena to the system, unless a process has pinned it.
     pub(crate) fn release_memory(&mut self) -> Result<(), String> {
-        let part = self.engine.with(Engine::next_arena_release);
-        let Some((offset, len)) = part else {
+        let mut started = Started::default();
+        let room = Room {
+            memory: true,
+            ..Room::default()
+        };
+        self.engine.with(|engine| engine.turn(room, &mut started));
+        let Some((offset, len)) = started.memory else {
             return Ok(());
         };
         let ok = self.random.chance(900);

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use undercroft_core::engine::{Room, Started};
 use undercroft_core::remote::segment::SegmentHeader;
 use undercroft_core::remote::{
     ObjectKey, RemoteCompletion, RemoteConfig, RemoteDone, RemoteError, RemotePart, RemoteRequest,
@@ -384,10 +385,10 @@ impl World {
             self.engine.with(|engine| engine.complete_remote(ended));
         }
         let room = self.remote.as_ref().map_or(0, SimRemote::room);
-        let mut requests = Vec::new();
+        let mut started = Started::default();
         self.engine
-            .with(|engine| engine.next_remote(room, &mut requests));
-        for request in requests {
+            .with(|engine| engine.turn(Room::store(room), &mut started));
+        for request in started.store {
             self.note(|| format!("start {}", brief(&request)));
             let remote = self.remote.as_mut().ok_or("a request to no store")?;
             remote.submit(request, now_ns, &mut self.arena, &mut self.random)?;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
-use undercroft_core::engine::Engine;
+use undercroft_core::engine::{Due, Engine, Room, Started};
 use undercroft_core::io::{ChecksumRequest, IoRequest};
 use undercroft_core::key::NamespaceDigest;
 
@@ -330,12 +330,12 @@ impl World {
         if self.settings.is_punctual() {
             while self.complete_one() {}
         }
-        let mut requests = Vec::new();
+        let mut started = Started::default();
         let mut rooms = self.disks.rooms();
         self.engine
-            .with(|engine| engine.next_io(&rooms[..], &mut requests));
+            .with(|engine| engine.turn(Room::io(&rooms[..]), &mut started));
         self.release_memory()?;
-        for request in requests {
+        for request in started.io {
             let device = usize::from(request.device());
             rooms[device] = rooms[device]
                 .checked_sub(1)
@@ -347,6 +347,12 @@ impl World {
                 &mut self.arena,
                 &mut self.random,
             )?;
+        }
+        // With operations in flight, the next look at the devices would be due.
+        if self.engine.with(|engine| engine.wake()) == Due::Event {
+            return Err(
+                "a job waits for the end of an operation, and none is in flight".to_owned(),
+            );
         }
         Ok(())
     }
@@ -458,7 +464,7 @@ impl World {
         self.end_pins()?;
         let mut rounds = 0;
         let rests = |engine: &mut Engine| {
-            engine.is_quiet() && !engine.has_rest() && !engine.has_remote_work()
+            engine.is_quiet() && engine.wake() != Due::Now && !engine.has_remote_work()
         };
         while !self.engine.with(rests) || self.disks.in_flight() > 0 {
             self.start_io()?;
@@ -470,7 +476,7 @@ impl World {
             self.end_io()?;
             self.sum()?;
             // The remaining work of entries may take any number of turns without IO, but it ends.
-            rounds += if self.engine.with(|engine| engine.has_rest()) {
+            rounds += if self.engine.with(|engine| engine.wake() == Due::Now) {
                 1
             } else {
                 REST_ROUNDS

@@ -4,7 +4,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
 
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
@@ -117,8 +117,8 @@ fn request(engine: &mut Engine, session: SessionId, chain: &[BlockHash], asked: 
             engine.end_transfer(transfer.id, true);
         }
         // The IO thread carries on the entries' remaining work between two steps.
-        while engine.has_rest() {
-            engine.next_io(0, &mut Vec::new());
+        while engine.wake() == Due::Now {
+            engine.turn(Room::io(0), &mut Started::default());
         }
         if !granted.refused {
             break;

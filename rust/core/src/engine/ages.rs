@@ -65,6 +65,10 @@ impl Ages {
 
     /// Notes the time `now_s`: no tick after `tick` has come.
     pub(in crate::engine) fn note(&mut self, tick: u64, now_s: u32) {
+        // Nearly all calls: a sample of this second, or of a later one, is there.
+        if now_s == self.seen_s && !self.samples.is_empty() {
+            return;
+        }
         let seen_s = std::mem::replace(&mut self.seen_s, now_s);
         let back = self.samples.back().copied();
         if back.is_some_and(|of| now_s <= of.at_s) {

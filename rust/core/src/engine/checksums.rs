@@ -22,7 +22,7 @@ use super::residency::Residency;
 const CHECKSUMS_MAX: usize = 16;
 
 /// Saved payloads that one entry looks at. Most of them may have been written or evicted meanwhile.
-const LOOKED_AT_MAX: usize = 256;
+pub(super) const SAVED_LOOKED_AT: usize = 256;
 
 /// The checksums to be computed.
 ///
@@ -79,9 +79,15 @@ impl Checksums {
 
     /// Starts the checksums of saved payloads that no other operation has computed meanwhile: of `bytes`, or of the
     /// payload that exceeds them.
-    fn start_saved(&mut self, bytes: u64, residency: &mut Residency, operations: &mut Operations) {
+    fn start_saved(
+        &mut self,
+        looked_at: usize,
+        bytes: u64,
+        residency: &mut Residency,
+        operations: &mut Operations,
+    ) {
         let mut started = 0;
-        for _ in 0..LOOKED_AT_MAX.min(self.saved.len()) {
+        for _ in 0..looked_at.min(self.saved.len()) {
             if !self.has_room() || started >= bytes {
                 return;
             }
@@ -128,12 +134,17 @@ pub(super) fn drop_changed(node: NodeId, residency: &mut Residency, counters: &m
 }
 
 impl Engine {
-    /// Moves the checksums to compute now to `out`. The caller reports the end of each by [`Engine::complete`]. `bytes`:
-    /// as much as the caller computes before it calls [`Engine::next_io`]. A payload whose write starts meanwhile would
-    /// be summed twice.
-    pub fn next_checksums(&mut self, bytes: u32, out: &mut Vec<ChecksumRequest>) {
+    /// Moves the checksums to compute now to `out`. At most `looked_at` of the payloads that were saved are looked at.
+    /// `bytes`: as much as the caller computes before the next turn.
+    pub(super) fn next_checksums(
+        &mut self,
+        looked_at: usize,
+        bytes: u32,
+        out: &mut Vec<ChecksumRequest>,
+    ) {
+        let (residency, operations) = (&mut self.residency, &mut self.operations);
         self.checksums
-            .start_saved(u64::from(bytes), &mut self.residency, &mut self.operations);
+            .start_saved(looked_at, u64::from(bytes), residency, operations);
         out.append(&mut self.checksums.started);
     }
 

@@ -18,7 +18,7 @@ use super::residency::{ClearTotals, Leaving, Sweep};
 const PAUSE_NS: u64 = 1_000_000_000;
 /// Most erasures that one entry starts, and that a device has at once: a filesystem delays other work on the file
 /// meanwhile.
-const ERASURES: usize = 4;
+pub(super) const ERASURES: usize = 4;
 /// The files whose changes an order makes durable. Each write of a namespace's entry has its own sync.
 const SYNCED: [FileKind; 2] = [FileKind::Table, FileKind::Data];
 /// Fewer digits of a digest could name another namespace by mistake.
@@ -268,14 +268,14 @@ impl Engine {
     }
 
     /// Continues the pass under way. Returns whether there is one.
-    pub(super) fn step_pass(&mut self) -> bool {
+    pub(super) fn step_pass(&mut self, steps: usize) -> bool {
         if !self.is_pass_due() {
             return false;
         }
         let Some(mut sweep) = self.clearing.sweep.take() else {
             return false;
         };
-        let is_over = self.residency.step_sweep(&mut sweep, self.config.removals);
+        let is_over = self.residency.step_sweep(&mut sweep, steps);
         if is_over {
             if self.clearing.in_use.is_none() || sweep.removed > 0 {
                 self.residency.order_records();
@@ -388,19 +388,19 @@ impl Engine {
         }
     }
 
-    /// Appends erasures to start now.
-    pub(super) fn next_erasures(&mut self, out: &mut Vec<IoRequest>) {
+    /// Appends erasures to start now, at most `most` of each device.
+    pub(super) fn next_erasures(&mut self, most: usize, out: &mut Vec<IoRequest>) {
         for device in self.residency.devices() {
-            self.next_erasures_of(device, out);
+            self.next_erasures_of(device, most, out);
         }
     }
 
-    fn next_erasures_of(&mut self, device: DeviceIndex, out: &mut Vec<IoRequest>) {
+    fn next_erasures_of(&mut self, device: DeviceIndex, most: usize, out: &mut Vec<IoRequest>) {
         let health = &self.residency.disks()[device.index()].health;
         let (is_alive, answers) = (health.is_alive(), health.answers());
-        for _ in 0..ERASURES {
+        for _ in 0..most {
             let starts = answers
-                && self.operations.erasures(device) < ERASURES
+                && self.operations.erasures(device) < most
                 && self.operations.may_write(device);
             if is_alive && !starts {
                 return;

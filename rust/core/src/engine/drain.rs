@@ -4,6 +4,7 @@
 use serde::Serialize;
 
 use super::coordinator::Engine;
+use super::jobs::Due;
 use super::remote::Remote;
 use crate::explain::Reason;
 
@@ -49,7 +50,8 @@ impl Engine {
         let remote = self.remote.as_deref();
         let remote_writes = remote.map_or(0, Remote::unwritten);
         let is_reading = remote.is_some_and(Remote::is_reading);
-        let is_written = saves == 0 && remote_writes == 0 && self.is_quiet() && !self.has_rest();
+        let is_written =
+            saves == 0 && remote_writes == 0 && self.is_quiet() && self.wake() < Due::Now;
         Drained {
             draining: self.draining,
             saves,

@@ -325,13 +325,6 @@ impl Engine {
         let ns = found.first()?;
         Some(&self.residency.spec(*ns).description)
     }
-
-    /// Most bytes that explanations take: the records of the last lookups, and the entries of blocks that left the
-    /// tiers.
-    pub fn explain_bytes(&self) -> u64 {
-        let ring = self.lookups.records * size_of::<LookupRecord>();
-        ring as u64 + self.residency.departures.bytes()
-    }
 }
 
 impl LookupRecord {

@@ -22,7 +22,7 @@ const PREFETCHES_MAX: usize = 64;
 /// Chains that are being demoted at once at most.
 const DEMOTIONS_MAX: usize = 64;
 /// Nodes that an entry demotes at most.
-const DEMOTED_MAX: usize = 128;
+pub(super) const DEMOTED_MAX: usize = 128;
 
 /// The remaining work for hints.
 #[derive(Debug, Default)]
@@ -178,7 +178,7 @@ impl Engine {
         }
         let epoch = self.residency.node(node).epoch;
         self.hints.demoted.push_back((node, epoch));
-        self.demote_some();
+        self.demote_some(DEMOTED_MAX);
         HintAnswer::of(Tokens(reach.depth * reach.hash_block_size), reach.wanted)
     }
 
@@ -247,8 +247,8 @@ impl Engine {
         !self.hints.demoted.is_empty() || self.pins.is_due(self.now_ns)
     }
 
-    /// Continues the work for hints.
-    pub(super) fn step_hints(&mut self) {
+    /// Continues the work for hints; demotes at most `demoted` nodes.
+    pub(super) fn step_hints(&mut self, demoted: usize) {
         self.pins
             .step(self.now_ns, &mut self.residency, &mut self.counters);
         let is_stuck = self.promotions.take_lack()
@@ -278,17 +278,17 @@ impl Engine {
                 }
             }
         }
-        self.demote_some();
+        self.demote_some(demoted);
     }
 
-    fn demote_some(&mut self) {
+    fn demote_some(&mut self, most: usize) {
         let residency = &self.residency;
         let is_settled = |&mut (node, epoch): &mut (NodeId, u32)| {
             !residency.forest().is_live(node, epoch) || !residency.is_unsettled(node)
         };
         let settled = self.hints.unsettled.extract_if(.., is_settled);
         self.hints.demoted.extend(settled);
-        for _ in 0..DEMOTED_MAX {
+        for _ in 0..most {
             let Some((node, epoch)) = self.hints.demoted.pop_front() else {
                 return;
             };

@@ -1,16 +1,12 @@
 //! Requests to the device, and the effects of their completions.
 
-use crate::disk::Disk;
 use crate::forest::{DeviceIndex, NodeId};
-use crate::io::{IoCompletion, IoFault, IoRequest, IoRoom};
+use crate::io::{IoCompletion, IoFault, IoRequest};
 
 use super::coordinator::Engine;
 use super::operations::Purpose;
 use super::promotions::count_read;
 use super::writeback::table_write_ended;
-
-/// The cost of a placeholder record, in nodes that are removed.
-const PLACEHOLDER_STEPS: usize = 2;
 
 /// How many operations are in flight, on all devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,79 +18,12 @@ pub struct OperationCount {
 }
 
 impl Engine {
-    /// Whether [`Engine::next_io`] or [`Engine::next_checksums`] has something to do: IO to start on a device with
-    /// room, the rest of a removal, or checksums.
-    pub fn has_io(&self) -> bool {
-        let (operations, disks) = (&self.operations, self.residency.disks());
-        let reads = |device: DeviceIndex| {
-            let answers = disks[device.index()].health.answers_reads();
-            (operations.may_read(device) || !answers) && self.promotions.waits_for(Some(device))
-        };
-        self.has_rest()
-            || self.checksums.has_work()
-            || self.promotions.waits_for(None) && self.checksums.has_room()
-            || self.residency.devices().any(reads)
-            || self.promotions.has_probes()
-            || self.remote.as_ref().is_some_and(|remote| remote.has_work())
-            || self.has_writes()
-                && (self.residency.devices()).any(|device| operations.may_write(device))
-    }
-
-    /// Whether earlier entries have left work that needs no device. [`Engine::next_io`] does a part of this work;
-    /// the caller calls it again soon.
-    pub fn has_rest(&self) -> bool {
-        self.residency.has_removals()
-            || self.residency.has_searches()
-            || self.residency.has_rest()
-            || self.residency.has_resizing(self.now_ns)
-            || self.residency.has_placeholders()
-            || self.writeback.has_rest()
-            || self.has_passes()
-            || self.has_hints()
-            || self.remote.as_ref().is_some_and(|remote| remote.has_rest())
-            || self.retention.has_rest()
-    }
-
-    fn has_writes(&self) -> bool {
-        self.namespaces.has_writes(&self.residency)
-            || self.writeback.has_writes(&self.residency)
-            || self.residency.has_waiting_erasures()
-            || self.residency.has_releases()
-            || self.has_syncs()
-    }
-
-    /// Whether nothing is in flight and nothing is queued to be written or read.
-    pub fn is_quiet(&self) -> bool {
-        self.operations.is_empty()
-            && !self.promotions.has_reads()
-            && !self.has_writes()
-            && !self.residency.has_placeholders()
-    }
-
     /// How many devices there are.
     pub fn device_count(&self) -> usize {
         self.residency.disks().len()
     }
 
-    /// Whether [`Engine::next_io`] will have something to start within seconds. Nothing waits for it.
-    pub fn has_touched(&self) -> bool {
-        // Pins end, and payloads expire, as time passes.
-        !self.pins.is_empty()
-            || self.waits_for_pass()
-            || self.residency.waits_to_resize()
-            || self.retention.is_on()
-            || self.residency.disks().iter().any(Disk::has_touched)
-    }
-
-    /// Marks the ages of all payloads to be written, at the end of the engine.
-    pub fn write_touched(&mut self) {
-        for device in self.residency.devices() {
-            self.residency.disk_mut(device).write_all_touched();
-        }
-    }
-
-    /// The operations in flight. While there are some, the caller calls [`Engine::next_io`] from time to time even if
-    /// no operation ends: so the engine notices that a device has stopped answering.
+    /// The operations in flight.
     pub fn operations(&self) -> OperationCount {
         let reads = self
             .residency
@@ -106,35 +35,16 @@ impl Engine {
         }
     }
 
-    /// Appends the IO requests that start now: reads before writes, at most `room` of each device. The caller has
-    /// reported all operations that have ended ([`Engine::complete`]).
-    pub fn next_io<'a>(&mut self, room: impl Into<IoRoom<'a>>, out: &mut Vec<IoRequest>) {
-        self.last_poll_ns = self.now_ns;
-        self.residency.allow_searches(self.config.visits / 2);
-        if !self.residency.continue_removals(self.config.removals) && !self.step_pass() {
-            self.evict_unused();
-        }
-        self.continue_rest();
-        self.residency
-            .continue_placeholders(self.config.removals / PLACEHOLDER_STEPS + 1);
-        self.residency.continue_searches(&mut self.counters);
-        self.step_hints();
-        self.operations.set_room(room.into());
+    /// Marks the ages of all payloads to be written, at the end of the engine.
+    pub fn write_touched(&mut self) {
         for device in self.residency.devices() {
-            self.look_at_device(device);
+            self.residency.disk_mut(device).write_all_touched();
         }
-        let (promotions, mut parts) = self.promotions();
-        promotions.next_reads(&mut parts, out);
-        promotions.next_probes(&mut parts, out);
-        self.next_writes(out);
-        let visits = self.config.visits / 4;
-        self.residency
-            .continue_resizing(self.now_ns, visits.max(1), &mut self.counters);
     }
 
     /// Marks more nodes as visible below payloads that have arrived, and offers their payloads to disk.
-    fn continue_rest(&mut self) {
-        self.residency.allow_rest(self.config.tells);
+    pub(super) fn show_more(&mut self, nodes: usize) {
+        self.residency.allow_rest(nodes);
         if self.residency.has_rest() {
             let mut visible = Vec::new();
             self.residency.continue_rest(&mut visible);
@@ -144,8 +54,27 @@ impl Engine {
         }
     }
 
-    /// Notes whether a device answers. A device that does not answer gets no new operations, and no
-    /// request waits for it.
+    /// Continues the searches for pages of other size classes. Each region may look at `visits` nodes, for the rest of
+    /// the turn, too.
+    pub(super) fn continue_searches(&mut self, visits: usize) {
+        self.residency.allow_searches(visits as u32);
+        self.residency.continue_searches(&mut self.counters);
+    }
+
+    /// Continues to resize tiers. Each region may look at `visits` nodes.
+    pub(super) fn continue_resizing(&mut self, visits: usize) {
+        let visits = (visits as u32).max(1);
+        self.residency
+            .continue_resizing(self.now_ns, visits, &mut self.counters);
+    }
+
+    /// Notes which devices answer. A device that does not answer gets no new operations, and no request waits for it.
+    pub(super) fn look_at_devices(&mut self) {
+        for device in self.residency.devices() {
+            self.look_at_device(device);
+        }
+    }
+
     fn look_at_device(&mut self, device: DeviceIndex) {
         let limit_ns = self.config.stall_ns;
         let (reads, writes) = self.operations.stalled(device, limit_ns, self.now_ns);
@@ -161,47 +90,67 @@ impl Engine {
         }
     }
 
-    fn next_writes(&mut self, out: &mut Vec<IoRequest>) {
+    pub(super) fn next_reads(&mut self, looked_at: usize, out: &mut Vec<IoRequest>) {
+        let (promotions, mut parts) = self.promotions();
+        promotions.next_reads(&mut parts, looked_at, out);
+    }
+
+    pub(super) fn next_probes(&mut self, out: &mut Vec<IoRequest>) {
+        let (promotions, mut parts) = self.promotions();
+        promotions.next_probes(&mut parts, out);
+    }
+
+    /// Limits the writes to devices that read. A device that writes much answers reads late. A request that waits for
+    /// memory or for the budget does not wait for the device: its wait may last until the scheduler admits another
+    /// request.
+    pub(super) fn limit_writes_beside_reads(&mut self) {
         // A payload that waits to be written stays in the arena. If the write waited for a read, and the read for the
         // payload's memory, both would wait for ever.
         let least = usize::from(self.promotions.is_short());
         let beside_reads = self.config.writes_beside_reads.max(least);
         for device in self.residency.devices() {
-            // A device that writes much answers reads late. A request that waits for memory or for the budget does not
-            // wait for the device: its wait may last until the scheduler admits another request.
             let waits_for_device =
                 !self.operations.may_read(device) && self.promotions.waits_for(Some(device));
             let is_reading = self.operations.reads(device) > 0 || waits_for_device;
             let most = is_reading.then_some(beside_reads);
             self.operations.limit_writes(device, most);
         }
-        self.namespaces
-            .next_writes(&self.residency, &mut self.operations, self.now_ns, out);
-        // Payloads may always wait. They take turns with the other writes, so that a device that is never idle gets
-        // these, too.
-        let before = out.len();
-        if self.payloads_went {
-            self.next_late_writes(out);
-            self.payloads_went = out.len() == before;
-        }
-        let before = out.len();
-        let (writeback, mut parts) = self.writeback();
-        writeback.next_writes(&mut parts, out);
-        self.payloads_went |= out.len() > before;
-        let (writeback, mut parts) = self.writeback();
-        writeback.next_table_writes(&mut parts, false, out);
-        self.next_erasures(out);
-        self.next_releases(out);
-        self.next_syncs(out);
     }
 
-    /// Appends the writes that are due beside payloads.
-    fn next_late_writes(&mut self, out: &mut Vec<IoRequest>) {
+    /// Appends writes of namespace tables.
+    pub(super) fn next_entry_writes(&mut self, out: &mut Vec<IoRequest>) {
+        self.namespaces
+            .next_writes(&self.residency, &mut self.operations, self.now_ns, out);
+    }
+
+    /// Appends the other writes that are due, if payloads went before them last.
+    pub(super) fn next_writes_before_payloads(
+        &mut self,
+        erasures: usize,
+        out: &mut Vec<IoRequest>,
+    ) {
+        if self.payloads_went {
+            let before = out.len();
+            self.next_record_writes(true, out);
+            self.next_erasures(erasures, out);
+            self.next_releases(out);
+            self.next_syncs(out);
+            self.payloads_went = out.len() == before;
+        }
+    }
+
+    /// Appends writes of payloads. At most `looked_at` of those in the queue are looked at.
+    pub(super) fn next_payload_writes(&mut self, looked_at: usize, out: &mut Vec<IoRequest>) {
+        let before = out.len();
         let (writeback, mut parts) = self.writeback();
-        writeback.next_table_writes(&mut parts, true, out);
-        self.next_erasures(out);
-        self.next_releases(out);
-        self.next_syncs(out);
+        writeback.next_writes(&mut parts, looked_at, out);
+        self.payloads_went |= out.len() > before;
+    }
+
+    /// Appends writes of records; with `only_late`, only those that have waited for long.
+    pub(super) fn next_record_writes(&mut self, only_late: bool, out: &mut Vec<IoRequest>) {
+        let (writeback, mut parts) = self.writeback();
+        writeback.next_table_writes(&mut parts, only_late, out);
     }
 
     /// Takes the end of an IO operation. An unknown token is ignored.

@@ -19,7 +19,8 @@
 //! - `ages`: the times of the ticks;
 //! - `clear` removes blocks by their namespace or age, `drain` begins no save and no promotion, `resize` sets the
 //!   tiers' sizes;
-//! - `operations`: the purpose of each IO operation in flight.
+//! - `operations`: the purpose of each IO operation in flight;
+//! - `jobs`: the table of all that is done beside requests, a part in each turn of the IO thread.
 //!
 //! A part calls no other part but residency, and residency calls none. An effect on another part is a return value,
 //! which the engine passes on: `lookup`, `load`, `save`, `io`, `reset` and `recover` do so for one kind of
@@ -41,7 +42,7 @@ mod explain;
 mod hints;
 mod ids;
 mod io;
-mod late_disk;
+mod jobs;
 mod load;
 mod lookup;
 mod namespaces;
@@ -76,6 +77,7 @@ pub use drain::Drained;
 pub use hints::HintCursor;
 pub use ids::SessionId;
 pub use io::OperationCount;
+pub use jobs::{Due, Room, Started};
 pub use lookup::LookupCursor;
 pub use recover::Recovery;
 pub use residency::{Moves, TierSize};

@@ -73,6 +73,18 @@ impl Engine {
         recovery
     }
 
+    /// Begins to use a directory that was absent ([`DeviceImage::absent`]) and holds no blocks.
+    pub fn open_disk(&mut self, device: u16, image: &DeviceImage) {
+        let device = DeviceIndex::new(usize::from(device));
+        let seed = self.config.seed ^ (u64::from(device.number()) + 1);
+        self.residency
+            .open_disk(device, image, self.config.policy, seed);
+        for ns in self.residency.forest().namespaces() {
+            self.namespaces.enter(ns, &mut self.residency);
+        }
+        self.namespaces.note_reach(&self.residency);
+    }
+
     fn recover_namespaces(&mut self, entries: &[Entries], recovery: &mut Recovery) {
         let all = (0..).zip(entries).flat_map(|(device, entries)| {
             let found = entries.iter().enumerate();

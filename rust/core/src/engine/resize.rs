@@ -156,13 +156,7 @@ impl Engine {
         }
     }
 
-    /// The next part of the arena to return to the system: its offset and its bytes. The caller reports the end by
-    /// [`Engine::arena_release_ended`] before the next call.
-    pub fn next_arena_release(&mut self) -> Option<(u64, u64)> {
-        self.residency.next_arena_release()
-    }
-
-    /// The part was returned to the system (`ok`), or another process keeps it.
+    /// A part of the arena was returned to the system (`ok`), or another process keeps it.
     pub fn arena_release_ended(&mut self, ok: bool) {
         self.residency.arena_release_ended(ok);
     }

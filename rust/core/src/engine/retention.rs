@@ -42,8 +42,8 @@ impl Retention {
 }
 
 impl Engine {
-    /// Evicts from disk some of the payloads that have been unused for too long.
-    pub(super) fn evict_unused(&mut self) {
+    /// Evicts from disk some of the payloads that have been unused for too long. Looks at `steps` nodes.
+    pub(super) fn evict_unused(&mut self, steps: usize) {
         let (retention, now_s) = (&self.retention, self.unix_s());
         let Some(ttl_s) = retention.ttl_s else {
             return;
@@ -54,7 +54,7 @@ impl Engine {
         let Some(mut cursor) = self.retention.sweep.take() else {
             return;
         };
-        let (steps, counters) = (self.config.removals, &mut self.counters);
+        let counters = &mut self.counters;
         match self.residency.evict_unused(&mut cursor, steps, counters) {
             true => self.retention.sweep = Some(cursor),
             false => self.retention.swept = Some(cursor.last()),
@@ -75,9 +75,10 @@ impl Engine {
 
     /// The tables have been read: payloads that were unused for too long are gone before the first lookup.
     pub(super) fn end_retention_found(&mut self) {
-        self.evict_unused();
+        let steps = self.config.removals;
+        self.evict_unused(steps);
         while self.retention.has_rest() {
-            self.evict_unused();
+            self.evict_unused(steps);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Blocks that an operator clears while a directory does not answer.
 
 use undercroft_core::disk::Health;
-use undercroft_core::engine::{ClearOrder, ClearWhat};
+use undercroft_core::engine::{ClearOrder, ClearWhat, Due};
 use undercroft_core::io::{IoFault, IoRequest};
 use undercroft_core::namespace::{GroupKind, NamespaceSpec};
 
@@ -31,12 +31,15 @@ fn a_clear_ends_without_the_blocks_of_a_directory_that_hangs_and_another_may_fol
     rig.pass(SECOND);
     loop {
         serve_all_but(0, &mut rig, &mut hanging);
-        if !rig.engine.has_rest() {
+        if rig.engine.wake() != Due::Now {
             break;
         }
     }
     assert_eq!(rig.engine.health()[0].0, Health::Stalled);
-    assert!(!rig.engine.has_io(), "nothing to do until it answers");
+    assert!(
+        rig.engine.wake() < Due::Start,
+        "nothing to do until it answers"
+    );
     let cleared = rig.engine.cleared();
     assert_eq!(rig.engine.disk_blocks_by_device(), [blocks[0], 0]);
     assert_eq!(cleared.erased_bytes, blocks[1] * u64::from(SMALL));
@@ -69,7 +72,7 @@ fn a_directory_that_is_given_up_during_erasures_frees_each_block_once() {
     let (reads, others): (Vec<_>, Vec<_>) = reads.into_iter().partition(IoRequest::is_read);
     others.into_iter().for_each(|request| rig.end(request));
     assert!(clear_all(&mut rig));
-    while rig.engine.has_rest() && !rig.engine.is_quiet() {
+    while rig.engine.wake() == Due::Now && !rig.engine.is_quiet() {
         let erasures = rig.start(4);
         if erasures
             .iter()

@@ -173,8 +173,7 @@ fn serve_all_but(hung: u16, rig: &mut Rig, hanging: &mut Vec<IoRequest>) {
         let held = hanging.len();
         let mut rooms = [DEPTH; 2];
         rooms[usize::from(hung)] -= held;
-        let mut requests = Vec::new();
-        rig.engine.next_io(&rooms[..], &mut requests);
+        let requests = rig.start(&rooms[..]);
         if requests.is_empty() {
             return;
         }

@@ -121,8 +121,7 @@ fn a_promotion_that_has_started_with_a_part_goes_on_before_an_older_one_that_doe
         (None, None)
     );
     // The second directory has no room now: the older request waits for it, and the other takes the rest of the budget.
-    let mut reads = Vec::new();
-    rig.engine.next_io(&[64, 0][..], &mut reads);
+    let reads = rig.start(&[64, 0][..]);
     let count = reads.iter().filter(|request| request.is_read()).count();
     assert_eq!(count, 2, "all that the budget allows");
     reads.into_iter().for_each(|request| rig.end(request));

@@ -1,6 +1,6 @@
 //! What a tier that becomes smaller returns to the system.
 
-use undercroft_core::engine::{EngineConfig, ResizeOrder};
+use undercroft_core::engine::{EngineConfig, ResizeOrder, Room, Started};
 use undercroft_core::io::{IoFault, IoRequest};
 
 use crate::EIO;
@@ -24,6 +24,17 @@ fn resize(rig: &mut Rig, order: ResizeOrder) {
     }
 }
 
+/// The part of the arena that is to be returned to the system next.
+fn next_part(rig: &mut Rig) -> Option<(u64, u64)> {
+    let mut started = Started::default();
+    let room = Room {
+        memory: true,
+        ..Room::default()
+    };
+    rig.engine.turn(room, &mut started);
+    started.memory
+}
+
 #[test]
 fn the_arena_returns_every_byte_of_the_pages_that_it_gives_up() {
     let mut rig = rig();
@@ -34,7 +45,7 @@ fn the_arena_returns_every_byte_of_the_pages_that_it_gives_up() {
     };
     resize(&mut rig, order);
     let mut returned = Vec::new();
-    while let Some((offset, len)) = rig.engine.next_arena_release() {
+    while let Some((offset, len)) = next_part(&mut rig) {
         returned.push((offset, offset + len));
         rig.engine.arena_release_ended(true);
     }
@@ -57,7 +68,7 @@ fn what_the_system_does_not_take_back_is_said_to_be_kept() {
         ..ResizeOrder::default()
     };
     resize(&mut rig, order);
-    while rig.engine.next_arena_release().is_some() {
+    while next_part(&mut rig).is_some() {
         rig.engine.arena_release_ended(false);
     }
     assert_eq!(rig.engine.resized().host.kept_bytes, HOST / 2);

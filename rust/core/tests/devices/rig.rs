@@ -2,8 +2,8 @@
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
-use undercroft_core::io::{FileKind, IoCompletion, IoFault, IoRequest};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
+use undercroft_core::io::{FileKind, IoCompletion, IoFault, IoRequest, IoRoom};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{LookupRequest, Offer, SaveRequest, Tokens};
@@ -127,10 +127,10 @@ impl Rig {
     }
 
     /// The operations that the engine starts now.
-    pub(crate) fn start(&mut self, room: usize) -> Vec<IoRequest> {
-        let mut requests = Vec::new();
-        self.engine.next_io(room, &mut requests);
-        requests
+    pub(crate) fn start<'a>(&mut self, room: impl Into<IoRoom<'a>>) -> Vec<IoRequest> {
+        let mut started = Started::default();
+        self.engine.turn(Room::io(room), &mut started);
+        started.io
     }
 
     /// An operation ends well.
@@ -173,7 +173,7 @@ impl Rig {
     pub(crate) fn settle(&mut self) {
         loop {
             let requests = self.start(64);
-            if requests.is_empty() && !self.engine.has_rest() {
+            if requests.is_empty() && self.engine.wake() != Due::Now {
                 return;
             }
             requests.into_iter().for_each(|request| self.end(request));

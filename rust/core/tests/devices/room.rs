@@ -1,6 +1,6 @@
 //! How long a write waits for room on the directories.
 
-use undercroft_core::engine::EngineConfig;
+use undercroft_core::engine::{Due, EngineConfig};
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
 
@@ -54,12 +54,11 @@ fn refused(held_up: usize, entries: usize) -> u64 {
     let mut rooms = [64; 2];
     rooms[held_up] = 0;
     for _ in 0..entries {
-        let mut requests = Vec::new();
-        rig.engine.next_io(&rooms[..], &mut requests);
+        let requests = rig.start(&rooms[..]);
         requests.into_iter().for_each(|request| rig.end(request));
     }
     for _ in 0..5000 {
-        if rig.engine.is_quiet() && !rig.engine.has_rest() {
+        if rig.engine.is_quiet() && rig.engine.wake() != Due::Now {
             return rig.engine.counters().refused_disk_full;
         }
         let requests = rig.start(64);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use undercroft_core::arena::Arena;
 use undercroft_core::disk::open;
 use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Due, Engine, EngineConfig, SessionId};
 use undercroft_core::io::fault_hook::Direct;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{Extent, LookupRequest, SaveRequest, Tokens};
@@ -63,7 +63,7 @@ impl Running {
 
     /// Waits until checksums and writes have ended.
     fn settle(&self) {
-        let settled = |engine: &mut Engine| engine.is_quiet() && !engine.has_io();
+        let settled = |engine: &mut Engine| engine.is_quiet() && engine.wake() < Due::Start;
         assert!(self.driver.wait_until(PATIENCE, settled));
     }
 

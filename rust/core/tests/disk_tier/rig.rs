@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use undercroft_core::arena::Arena;
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::open::{self, Capacity, DirectoryLock, OnOtherVersion, StoreOptions};
-use undercroft_core::engine::{Engine, EngineConfig, Recovery, SessionId};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Recovery, Room, SessionId, Started};
 use undercroft_core::error::StoreError;
 use undercroft_core::io::fault_hook::{Direct, FaultHook};
 use undercroft_core::io::pool::ThreadPool;
@@ -274,12 +274,13 @@ impl Rig {
 
     /// Hands the device the operations that the engine wants to start now; returns their number.
     pub(crate) fn start_io(&mut self) -> usize {
-        let mut requests = Vec::new();
+        let mut started = Started::default();
         let devices = 0..self.engine.device_count() as u16;
         let rooms: Vec<usize> = devices.map(|device| self.io.room(device)).collect();
-        self.engine.next_io(&rooms[..], &mut requests);
-        let count = requests.len();
-        requests
+        self.engine.turn(Room::io(&rooms[..]), &mut started);
+        let count = started.io.len();
+        started
+            .io
             .drain(..)
             .for_each(|request| self.io.submit(request));
         count
@@ -290,7 +291,7 @@ impl Rig {
         loop {
             let started = self.start_io();
             if started == 0 && self.io.in_flight() == 0 {
-                if self.engine.has_rest() {
+                if self.engine.wake() == Due::Now {
                     continue;
                 }
                 return;

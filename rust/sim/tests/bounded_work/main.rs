@@ -10,7 +10,7 @@ mod rig;
 mod states;
 
 use rig::{Fault, Rig, chain, hash, hybrid, namespace};
-use undercroft_core::engine::{ClearOrder, ClearWhat, ResizeOrder, SessionId};
+use undercroft_core::engine::{ClearOrder, ClearWhat, Due, ResizeOrder, SessionId};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, NamespaceSpec};
 use undercroft_core::session::{Offer, SessionSpec};
@@ -134,7 +134,7 @@ fn a_private_session_is_closed_in_steps() {
         rig.save(session, &chain(at, CHAIN));
     }
     rig.enter(0, |engine| engine.close_session(session));
-    assert!(rig.engine().has_rest());
+    assert!(rig.engine().wake() == Due::Now);
     rig.pump();
     assert_eq!(rig.engine().gauges().nodes, 0);
     rig.engine().check().unwrap();

@@ -1,6 +1,7 @@
 //! Nodes that are written again because nodes below them are on disk.
 
-use undercroft_core::io::{IoCompletion, IoFault, IoRequest};
+use undercroft_core::engine::{Room, Started};
+use undercroft_core::io::{IoCompletion, IoFault};
 
 use crate::rig::{Rig, chain, namespace};
 
@@ -13,13 +14,15 @@ fn a_long_chain_above_a_block_on_disk_is_written_again_in_steps() {
     let session = rig.open(namespace("model"));
     rig.pump();
     assert_eq!(rig.save(session, &chain(0, LEN)), LEN as usize);
-    let mut writes: Vec<IoRequest> = Vec::new();
-    let mut started = 1;
-    while started > 0 {
-        let before = writes.len();
-        rig.enter(0, |engine| engine.next_io(2 * LEN as usize, &mut writes));
-        started = writes.len() - before;
+    let mut started = Started::default();
+    let mut count = 1;
+    while count > 0 {
+        let before = started.io.len();
+        let room = Room::io(2 * LEN as usize);
+        rig.enter(0, |engine| engine.turn(room, &mut started));
+        count = started.io.len() - before;
     }
+    let writes = started.io;
     assert_eq!(writes.len() as u64, LEN, "all are in flight at once");
     for (at, write) in writes.iter().rev().enumerate() {
         let result = if at == 0 { Ok(7) } else { Err(IoFault::Os(5)) };

@@ -2,7 +2,7 @@
 
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Engine, EngineConfig, LookupCursor, SessionId};
+use undercroft_core::engine::{Due, Engine, EngineConfig, LookupCursor, Room, SessionId, Started};
 use undercroft_core::io::{FileKind, IoCompletion, IoFault, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
@@ -221,7 +221,7 @@ impl Rig {
 
     /// Runs the IO thread until nothing is left to do.
     pub(crate) fn pump(&mut self) {
-        while self.step() > 0 || self.engine.has_rest() {}
+        while self.step() > 0 || self.engine.wake() == Due::Now {}
     }
 
     /// Runs this many turns of the IO thread.
@@ -240,14 +240,14 @@ impl Rig {
 
     /// Runs one turn of the IO thread. Returns the number of operations.
     pub(crate) fn step(&mut self) -> usize {
-        let mut requests = Vec::new();
-        self.enter(0, |engine| engine.next_io(DEPTH, &mut requests));
-        for request in &requests {
+        let mut started = Started::default();
+        self.enter(0, |engine| engine.turn(Room::io(DEPTH), &mut started));
+        for request in &started.io {
             let result = self.execute(request);
             let token = request.token();
             self.enter(0, |engine| engine.complete(IoCompletion { token, result }));
         }
-        requests.len()
+        started.io.len()
     }
 
     fn execute(&mut self, request: &IoRequest) -> Result<u64, IoFault> {

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use disk::{Device, Files, Random, SECOND};
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 use undercroft_core::io::{IoCompletion, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
@@ -233,11 +233,11 @@ impl Life {
 
     fn start_io(&mut self) {
         loop {
-            let mut requests = Vec::new();
+            let mut started = Started::default();
             let room = DEPTH - self.reads.len();
-            self.engine.next_io(room, &mut requests);
+            self.engine.turn(Room::io(room), &mut started);
             let mut wrote = false;
-            for request in requests {
+            for request in started.io {
                 let token = request.token();
                 if let IoRequest::ReadPayload { checksum, len, .. } = request {
                     let end_ns = self.device.read(len, self.now_ns);
@@ -248,7 +248,7 @@ impl Life {
                     wrote = true;
                 }
             }
-            if !wrote && !self.engine.has_rest() {
+            if !wrote && self.engine.wake() != Due::Now {
                 return;
             }
         }

@@ -1,6 +1,6 @@
 //! Planned waits for a remote store that has some of the prompts, at a rate around break-even.
 
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Engine, EngineConfig, Room, SessionId, Started};
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::remote::{RemoteConfig, RemoteWrite};
 use undercroft_core::session::{LookupRequest, PromotionWait, Step, Tokens};
@@ -69,15 +69,16 @@ impl Life {
     /// Runs the IO thread until a time.
     fn run_until(&mut self, until_ns: u64) {
         loop {
-            let mut requests = Vec::new();
-            self.engine.next_remote(self.store.room(), &mut requests);
-            requests.iter().for_each(|of| self.store.submit(of));
+            let mut started = Started::default();
+            let room = Room::store(self.store.room());
+            self.engine.turn(room, &mut started);
+            started.store.iter().for_each(|of| self.store.submit(of));
             // The thread reads the clock every few milliseconds.
             let turn_ns = until_ns.min(self.store.now_ns() + 5_000_000);
             let ended = self.store.run(turn_ns);
             self.now_ns = self.store.now_ns();
             self.engine.set_now(self.now_ns);
-            let is_over = ended.is_empty() && requests.is_empty() && self.now_ns >= until_ns;
+            let is_over = ended.is_empty() && started.store.is_empty() && self.now_ns >= until_ns;
             for completion in ended {
                 self.engine.complete_remote(completion);
             }

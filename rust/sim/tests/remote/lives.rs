@@ -5,7 +5,7 @@ use crate::rig::{
     BLOCK, Host, MILLISECOND, Random, SECOND, SLOT, assert_complete, chain, config, model, offers,
 };
 use crate::store::{Connection, Faults, Objects};
-use undercroft_core::engine::{EngineConfig, SessionId};
+use undercroft_core::engine::{Due, EngineConfig, SessionId};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::GroupKind;
 use undercroft_core::policy::PolicyKind;
@@ -414,7 +414,7 @@ impl Life {
             // The slots of a subtree that is being removed are freed with its nodes.
             let is_active = |host: &Host| {
                 let engine = &host.engine;
-                engine.has_remote_work() || engine.has_rest() || !engine.is_quiet()
+                engine.has_remote_work() || engine.wake() == Due::Now || !engine.is_quiet()
             };
             if !self.hosts.iter().any(is_active) {
                 break;

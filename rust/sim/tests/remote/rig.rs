@@ -6,7 +6,7 @@ use crate::store::{Connection, Objects};
 use undercroft_core::arena::Arena;
 use undercroft_core::disk::DeviceImage;
 use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
+use undercroft_core::engine::{Engine, EngineConfig, Room, SessionId, Started};
 use undercroft_core::io::{IoCompletion, IoRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
@@ -194,9 +194,9 @@ impl Host {
         for completion in ended {
             self.enter(|engine| engine.complete_remote(completion));
         }
-        let mut started = Vec::new();
-        self.enter(|engine| engine.next_checksums(u32::MAX, &mut started));
-        for sum in started {
+        let mut started = Started::default();
+        self.enter(|engine| engine.turn(Room::checksums(u32::MAX), &mut started));
+        for sum in started.checksums.drain(..) {
             let len = u64::from(sum.payload_len);
             let found = self.arena.checksum(sum.arena_offset, len);
             let completion = IoCompletion {
@@ -205,15 +205,14 @@ impl Host {
             };
             self.enter(|engine| engine.complete(completion));
         }
-        let mut requests = Vec::new();
-        self.enter(|engine| engine.next_io(64, &mut requests));
-        for request in requests {
+        self.enter(|engine| engine.turn(Room::io(64), &mut started));
+        for request in started.io.drain(..) {
             let completion = self.carry_out(&request);
             self.enter(|engine| engine.complete(completion));
         }
-        let (room, mut requests) = (self.store.room(), Vec::new());
-        self.enter(|engine| engine.next_remote(room, &mut requests));
-        for request in requests {
+        let room = Room::store(self.store.room());
+        self.enter(|engine| engine.turn(room, &mut started));
+        for request in started.store {
             self.store.submit(request, self.now_ns, objects, random);
         }
     }

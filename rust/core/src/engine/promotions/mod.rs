@@ -25,7 +25,7 @@ use probes::Probe;
 use read_queues::ReadQueues;
 
 pub(super) use read_queues::QueuePlace;
-pub(super) use reads::slot_len;
+pub(super) use reads::{REQUESTS_LOOKED_AT, slot_len};
 
 /// Payloads of a promotion that one step looks at.
 const FRONT_STEP: usize = 64;
@@ -122,7 +122,7 @@ impl Promotions {
 
     /// Whether there are reads to start, for a request or for measurement.
     pub(super) fn has_reads(&self) -> bool {
-        !self.read_queues.is_empty() || self.has_probes()
+        !self.read_queues.is_empty()
     }
 
     /// Whether there are reads to start for measurement.

@@ -14,8 +14,8 @@ use super::super::sealed::sealed_transfer;
 use super::read_queues::QueuePlace;
 use super::{PromotionEnd, Promotions};
 
-/// Requests looked at for reads in one pass: bounds its work.
-const SCAN_MAX: usize = 64;
+/// Requests of each priority that a turn looks at for reads.
+pub(in crate::engine) const REQUESTS_LOOKED_AT: usize = 64;
 
 /// Which reads of a request are left to start.
 #[derive(Debug)]
@@ -32,10 +32,11 @@ fn queue_index(device: Option<DeviceIndex>, parts: &EngineParts<'_>) -> usize {
 }
 
 impl Promotions {
-    /// Appends reads to start now.
+    /// Appends reads to start now, for at most `looked_at` requests of each priority.
     pub(in crate::engine) fn next_reads(
         &mut self,
         parts: &mut EngineParts<'_>,
+        looked_at: usize,
         out: &mut Vec<IoRequest>,
     ) {
         self.is_short = false;
@@ -45,13 +46,13 @@ impl Promotions {
         let mut admits = true;
         for priority in [Priority::Demand, Priority::Prefetch] {
             // By device; the last entry is for the requests that wait for checksums.
-            let mut looked_at = vec![0; parts.residency.disks().len() + 1];
-            for _ in 0..SCAN_MAX {
-                let next = self.next_of(priority, &looked_at, parts);
+            let mut seen = vec![0; parts.residency.disks().len() + 1];
+            for _ in 0..looked_at {
+                let next = self.next_of(priority, &seen, parts);
                 let Some((order, device, id)) = next else {
                     break;
                 };
-                looked_at[queue_index(device, parts)] = order;
+                seen[queue_index(device, parts)] = order;
                 let place = self.leave_queue(id, parts);
                 if let Issued::Waits(device) = self.issue(id, &mut admits, parts, out) {
                     let place = place.at(device);
@@ -63,12 +64,12 @@ impl Promotions {
         }
     }
 
-    /// The first request of a priority, behind those `looked_at`, whose device takes a read, or does not
+    /// The first request of a priority, behind those `seen`, whose device takes a read, or does not
     /// answer reads.
     fn next_of(
         &self,
         priority: Priority,
-        looked_at: &[u64],
+        seen: &[u64],
         parts: &EngineParts<'_>,
     ) -> Option<(u64, Option<DeviceIndex>, RequestId)> {
         let disks = parts.residency.disks();
@@ -78,7 +79,7 @@ impl Promotions {
         let may_sum = parts.checksums.has_room().then_some(None);
         let queues = devices.map(Some).chain(may_sum);
         let firsts = queues.filter_map(|device| {
-            let after = looked_at[queue_index(device, parts)];
+            let after = seen[queue_index(device, parts)];
             let (order, id) = self.read_queues.first(priority, device, after)?;
             Some((order, device, id))
         });

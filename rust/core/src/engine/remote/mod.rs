@@ -380,7 +380,7 @@ impl Remote {
 }
 
 impl Engine {
-    /// Attaches the store: from now on, [`Engine::next_remote`] may return requests for it. Without
+    /// Attaches the store: from now on, turns may start operations of the store. Without
     /// [`EngineConfig::remote`](super::EngineConfig::remote) there are never any.
     pub fn attach_remote(&mut self) {
         let config = &self.config;
@@ -404,17 +404,15 @@ impl Engine {
         self.remote.is_some()
     }
 
-    /// Appends requests for the store to send now, at most `room`. The caller has reported all operations that have
-    /// ended ([`Engine::complete_remote`]).
-    pub fn next_remote(&mut self, room: usize, out: &mut Vec<RemoteRequest>) {
+    /// Appends requests for the store to send now, at most `room`.
+    pub(in crate::engine) fn next_remote(&mut self, room: usize, out: &mut Vec<RemoteRequest>) {
         self.residency.allow_rest(self.config.tells);
         if let Some((remote, mut parts)) = self.remote() {
             remote.next(room, &mut parts, out);
         }
     }
 
-    /// Whether operations of the store are in flight, or requests wait to be sent. If so, the caller calls
-    /// [`Engine::next_remote`] every few milliseconds, which checks the time limits.
+    /// Whether operations of the store are in flight, or requests wait to be sent.
     pub fn has_remote_work(&self) -> bool {
         self.remote
             .as_ref()

@@ -10,5 +10,5 @@ mod start;
 mod table;
 
 pub(super) use budget::WriteBudget;
-pub(super) use queue::WriteBack;
+pub(super) use queue::{WRITES_LOOKED_AT, WriteBack};
 pub(super) use table::table_write_ended;

@@ -16,7 +16,7 @@ use super::orphans::Orphaned;
 use super::refusals::Refusals;
 
 /// Queued writes that one entry of the engine looks at.
-const WRITES_LOOKED_AT: usize = 128;
+pub(in crate::engine) const WRITES_LOOKED_AT: usize = 128;
 /// Blocks that second-touch admission remembers, at about 15 bytes each.
 const DOORKEEPER_BLOCKS: usize = 2 << 20;
 
@@ -222,18 +222,15 @@ impl WriteBack {
     }
 
     /// Whether [`WriteBack::next_writes`] may have something to start, given free depth.
-    pub(in crate::engine) fn has_writes(&self, residency: &Residency) -> bool {
-        let has_dirty_blocks =
-            |disk: &crate::disk::Disk| disk.health.is_alive() && disk.dirty_blocks() > 0;
-        !self.queue.is_empty()
-            || self.orphaned.any(residency)
-            || residency.disks().iter().any(has_dirty_blocks)
+    pub(in crate::engine) fn has_payloads(&self, residency: &Residency) -> bool {
+        !self.queue.is_empty() || self.orphaned.any(residency)
     }
 
-    /// Appends payload writes to start now.
+    /// Appends payload writes to start now. Looks at `most` payloads of the queue.
     pub(in crate::engine) fn next_writes(
         &mut self,
         parts: &mut EngineParts<'_>,
+        most: usize,
         out: &mut Vec<IoRequest>,
     ) {
         self.refusals.expire(parts.now_ns);
@@ -261,7 +258,7 @@ impl WriteBack {
                 continue;
             }
             // Writes that are refused start nothing: a disk that fails may refuse the whole queue.
-            if looked_at == WRITES_LOOKED_AT {
+            if looked_at == most {
                 self.has_rest = true;
                 break;
             }
