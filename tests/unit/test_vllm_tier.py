@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -21,12 +23,15 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_offload.base import make_offload_key
 
+import fake_config
 from undercroft import registration
 from undercroft.config import OPTIONS
+from undercroft.connector.namespace import Naming
 from undercroft.embed import Group
 from undercroft.errors import ConfigError
 from undercroft.vllm_tier import options
-from undercroft.vllm_tier.chunks import Chunks, Place, why_unsupported
+from undercroft.vllm_tier.chunks import Chunks, Place, canonical_shards, why_unsupported
+from undercroft.vllm_tier.identity import describe_tier
 
 ROW = 8192
 HASH = 16
@@ -60,14 +65,19 @@ def key(group: int, number: int = 1) -> bytes:
     return make_offload_key(number.to_bytes(32, "big"), group)
 
 
+def place_of(made: Chunks, chunk: bytes, end: int | None) -> Place | None:
+    """The place of a chunk of a prompt that has its hash."""
+    return made.place(chunk, end, [chunk[:-4]] * 16)
+
+
 def test_a_chunk_of_several_blocks_is_one_block_of_the_engine() -> None:
     made = chunks([full()], per_chunk=4)
     assert made.groups.engine_block_size == 64
     assert made.registration() == [Group((ROW,), "full", 64)]
-    assert made.place(key(0), 128) == Place(0, 1)
-    assert made.place(key(0), 96) is None, "the beginning of a chunk at a prompt's end"
-    assert made.place(key(1), 128) is None
-    assert made.place(key(0), None) is None
+    assert place_of(made, key(0), 128) == Place(0, 1)
+    assert place_of(made, key(0), 96) is None, "the beginning of a chunk at a prompt's end"
+    assert place_of(made, key(1), 128) is None
+    assert place_of(made, key(0), None) is None
     assert [made.serves(Place(0, number), 128) for number in range(3)] == [True, True, False]
 
 
@@ -97,7 +107,7 @@ def test_chunks_of_different_sizes_meet_in_blocks_of_the_engine() -> None:
         (0, 1, 32),
         (1, 0, 32),
     ]
-    places = [made.place(key(0), end) for end in (16, 32, 48, 64)]
+    places = [place_of(made, key(0), end) for end in (16, 32, 48, 64)]
     assert places == [Place(0, 0), Place(1, 0), Place(0, 1), Place(1, 1)]
     hashes = [number.to_bytes(32, "big") for number in range(1, 5)]
     for end, place in zip((16, 32, 48, 64), places, strict=True):
@@ -108,12 +118,20 @@ def test_chunks_of_different_sizes_meet_in_blocks_of_the_engine() -> None:
     assert made.key(Place(2, 2), hashes) is None
 
 
+def test_a_key_that_is_not_the_prompts_is_no_block() -> None:
+    made = chunks([full()])
+    hashes = [number.to_bytes(32, "big") for number in range(1, 5)]
+    assert made.place(key(0, 2), 32, hashes) == Place(0, 1)
+    assert made.place(key(0, 3), 32, hashes) is None, "a hash that looks ahead, of other tokens"
+    assert made.place(key(0, 5), 80, hashes) is None, "the prompt has no such hash yet"
+
+
 def test_groups_that_are_not_offloaded_are_left_out() -> None:
     made = chunks([state(), full(), state()], offloaded=[1, 2])
     assert [group.kind for group in made.registration()] == ["full", "state"]
-    assert made.place(key(0), 32) is None
-    assert made.place(key(1), 32) == Place(0, 1)
-    assert made.place(key(2), 32) == Place(1, 1)
+    assert place_of(made, key(0), 32) is None
+    assert place_of(made, key(1), 32) == Place(0, 1)
+    assert place_of(made, key(2), 32) == Place(1, 1)
 
 
 def test_a_hit_is_no_longer_than_vllms_memory() -> None:
@@ -140,6 +158,72 @@ def test_a_group_that_is_not_known_turns_the_tier_off() -> None:
     config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
     assert why_unsupported(config, [0]) is None
     assert "group 1 is Other" in str(why_unsupported(config, [0, 1]))
+
+
+# The canonical layout
+
+HEADS = 4
+
+
+class Ranks:
+    """A model with four heads of KV on so many ranks."""
+
+    def __init__(self, ranks: int, specs: Sequence[Any] = (), **changes: Any) -> None:
+        own, self.ranks = max(1, HEADS // ranks), ranks
+        self.vllm_config = fake_config.vllm_config(tensor_parallel_size=ranks)
+        self.vllm_config.model_config.get_total_num_kv_heads = lambda: HEADS
+        specs = [dataclasses.replace(spec, num_kv_heads=own) for spec in specs or [fake_config.attention()]]
+        self.kv_cache_config = fake_config.kv_cache_config(specs, kv_tp_replicas=max(1, ranks // HEADS))
+        page = 2 * specs[0].page_size_bytes
+        fields = {
+            "groups": [SimpleNamespace(group_id=index, tokens_per_block=HASH) for index in range(len(specs))],
+            "cache": SimpleNamespace(tokens_per_hash=HASH, blocks_per_chunk=2),
+            "parallel": SimpleNamespace(world_size=ranks, tp_size=ranks, is_parallelism_agnostic=True),
+            "worker_kv_bytes_per_block": page,
+            "canonical_layout": True,
+            "replicated_layout": False,
+            "kv_cache_layout": "LBHNC",
+        }
+        self.offloading = SimpleNamespace(**{**fields, **changes})
+        self.shards = canonical_shards(self.vllm_config, self.kv_cache_config, self.offloading)
+        self.chunks = Chunks(self.offloading, self.kv_cache_config, 2 * page * ranks, self.shards)
+        naming = Naming(model_id="m")
+        self.description = describe_tier(self.vllm_config, self.kv_cache_config, naming, self.offloading, self.chunks)
+
+
+def test_the_canonical_layout_leaves_the_number_of_ranks_out_of_the_identity() -> None:
+    one = Ranks(1)
+    assert one.shards == 1
+    for specs in ((), [fake_config.sliding()], [fake_config.attention(), fake_config.sliding()]):
+        assert len({Ranks(ranks, specs).description for ranks in (1, 2, 4, 8)}) == 1, specs
+    # Eight ranks have each head twice, and write it once.
+    eight = Ranks(8)
+    assert (eight.shards, eight.chunks.chunk_bytes) == (HEADS, one.chunks.chunk_bytes)
+    assert eight.chunks.registration() == one.chunks.registration()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"canonical_layout": False},
+        {"parallel": SimpleNamespace(world_size=2, tp_size=2, is_parallelism_agnostic=False)},
+        {"parallel": SimpleNamespace(world_size=4, tp_size=2, is_parallelism_agnostic=True)},
+        {"specs": [fake_config.attention(num_head_slots=1)]},
+        {"specs": [fake_config.unknown()]},
+    ],
+    ids=["direct", "not certified", "pipeline", "other pages", "unknown"],
+)
+def test_rows_that_may_depend_on_the_ranks_are_shared_with_as_many_ranks_only(changes: dict[str, Any]) -> None:
+    two = Ranks(2, **changes)
+    assert (two.shards, two.chunks.chunk_bytes) == (0, two.chunks.row_bytes)
+    assert two.description not in (Ranks(1, **changes).description, Ranks(1).description, Ranks(2).description)
+    assert '"tensor":2' in two.description
+
+
+def test_another_version_of_the_canonical_layout_is_another_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Ranks(1).description
+    monkeypatch.setattr(canonical_mapping, "CANONICAL_FORMAT_VERSION", 99)
+    assert Ranks(1).description != before
 
 
 # Options

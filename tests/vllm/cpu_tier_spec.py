@@ -11,7 +11,12 @@ import numpy as np
 import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.gpu_worker import compute_sub_block_ptrs
+from vllm.v1.kv_offload.cpu.gpu_worker import (
+    _build_copy_plan,
+    _canonical_block_sizes,
+    _canonical_page_ids,
+    compute_sub_block_ptrs,
+)
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -19,8 +24,11 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 class CpuTierWorker(OffloadingWorker):
     """Copies by memmove, at once."""
 
-    def __init__(self, kv_caches: Any, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
+    def __init__(
+        self, kv_caches: Any, blocks_per_chunk: int, region: SharedOffloadRegion, *, canonical_layout: bool
+    ) -> None:
         self._per_chunk, self._refs, self._region = blocks_per_chunk, kv_caches.group_data_refs, region
+        self._is_canonical = canonical_layout
         self._done: list[TransferResult] = []
         self._device = [
             one.tensor.view(torch.int8).as_strided(
@@ -28,7 +36,11 @@ class CpuTierWorker(OffloadingWorker):
             )
             for one in kv_caches.tensors
         ]
-        self._host = [region.create_next_worker_view(one.shape[1] * blocks_per_chunk) for one in self._device]
+        if canonical_layout:
+            sizes = _canonical_block_sizes(self._refs, len(self._device))
+            self._host = [region.create_next_canonical_view(size * blocks_per_chunk) for size in sizes]
+        else:
+            self._host = [region.create_next_worker_view(one.shape[1] * blocks_per_chunk) for one in self._device]
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec, is_store=True)
@@ -48,6 +60,10 @@ class CpuTierWorker(OffloadingWorker):
             source_blocks = cdiv(count + skip_source, per_source)
             target_blocks = cdiv(count + skip_target, per_target)
             pointers = np.empty(count, np.uint64), np.empty(count, np.uint64)
+            pages = None
+            if self._is_canonical and is_store:
+                chunks = target.block_ids[to_block : to_block + target_blocks]
+                pages = _canonical_page_ids(chunks, self._per_chunk, count, skip_target)
             for ref in refs:
                 compute_sub_block_ptrs(
                     source.block_ids[from_block : from_block + source_blocks],
@@ -63,14 +79,27 @@ class CpuTierWorker(OffloadingWorker):
                     targets[ref.tensor_idx],
                     skip_count=skip_target,
                 )
-                for read, written in zip(*pointers, strict=True):
-                    ctypes.memmove(int(written), int(read), ref.page_size_bytes)
-                total += count * ref.page_size_bytes
+                pieces = self._pieces(ref, is_store=is_store)
+                for number, (read, written) in enumerate(zip(*pointers, strict=True)):
+                    if pages is not None and not ref.mapping.is_writer(int(pages[number])):
+                        continue
+                    for at, to, size in pieces:
+                        ctypes.memmove(int(written) + to, int(read) + at, size)
+                        total += size
             from_block += source_blocks
             to_block += target_blocks
         seconds = time.perf_counter() - began
         self._done.append(TransferResult(job_id=job_id, success=True, transfer_size=total, transfer_time=seconds))
         return True
+
+    def _pieces(self, ref: Any, *, is_store: bool) -> list[tuple[int, int, int]]:
+        """Where the pieces of a page come from and go to, and their sizes."""
+        if not self._is_canonical:
+            return [(0, 0, ref.page_size_bytes)]
+        plan = _build_copy_plan(ref, is_store)
+        return list(
+            zip(plan.frag_offsets_src.tolist(), plan.frag_offsets_dst.tolist(), plan.frag_sizes.tolist(), strict=True)
+        )
 
     def get_finished(self) -> list[TransferResult]:
         done, self._done = self._done, []
@@ -89,6 +118,8 @@ class CpuTieringSpec(TieringOffloadingSpec):
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         if not self._worker:
+            if self.config.canonical_layout:
+                self._validate_canonical_refs(kv_caches)
             region = SharedOffloadRegion(
                 engine_id=self.config.engine_id,
                 num_chunks=self.num_chunks,
@@ -96,5 +127,7 @@ class CpuTieringSpec(TieringOffloadingSpec):
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            self._worker = CpuTierWorker(kv_caches, self.blocks_per_chunk, region)
+            self._worker = CpuTierWorker(
+                kv_caches, self.blocks_per_chunk, region, canonical_layout=self.config.canonical_layout
+            )
         return self._worker

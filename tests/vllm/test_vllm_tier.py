@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ import pytest
 import connector_engine
 from connector_engine import LONG, OTHER, TOKENS, References
 from hybrid_engine import BEST, MODELS, Model
-from real_engine import Engine, prompt
-from tier_engine import extra_config, flip_payload_bytes, settled, stats, tier_of
+from real_engine import prompt
+from tier_engine import OFFLOADING, Make, extra_config, flip_payload_bytes, hits, saved, settled, stats, tier_of
 from undercroft import _core
 from undercroft.log import logger
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
-Make = Callable[..., Engine]
-OFFLOADING = {"connector": "OffloadingConnector"}
 CROWD = [prompt(897, seed=70 + i) for i in range(6)]
 TALL = [prompt(1793, seed=80 + i) for i in range(6)]
 
@@ -28,22 +25,6 @@ TALL = [prompt(1793, seed=80 + i) for i in range(6)]
 def reference(llama: Path) -> References:
     """The tokens of a vLLM without any cache."""
     return References(llama, (LONG, TOKENS), (OTHER, TOKENS), *((p, 4) for p in CROWD + TALL))
-
-
-def saved(engine: Make, model: Path, options: dict[str, Any], *prompts: list[int]) -> None:
-    """Let an engine compute prompts, save them, and end."""
-    one = engine(model, options, **OFFLOADING)
-    for ids in prompts:
-        one.generate(ids, 4)
-        settled(one)
-    one.close()
-
-
-def hits(one: Engine, reference: References, ids: list[int], cached: int, tokens: int = TOKENS) -> None:
-    """A prompt's answer is right, with so many tokens from a cache."""
-    answer = one.generate(ids, tokens)
-    assert (answer.cached, answer.tokens) == (cached, reference(ids, tokens))
-    settled(one)
 
 
 def test_hits_from_vllms_host_memory_from_disk_and_after_a_restart(
@@ -302,3 +283,34 @@ def test_one_directory_serves_both_modes(engine: Make, llama: Path, reference: R
             assert (answer.cached, answer.tokens) == (896 * start, reference(LONG))
             settle(one)
             one.close()
+
+
+TWO_RANKS = {"executor": "mp", "tensor_parallel_size": 2, **OFFLOADING}
+
+
+def test_two_ranks_share_the_rows(
+    engine: Make, llama: Path, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    options = extra_config(tmp_path / "cache")
+    saved(engine, llama, options, OTHER)
+    for start in range(2):
+        one = engine(llama, options, **TWO_RANKS)
+        hits(one, reference, LONG, 896 * start)  # the cache of another number of ranks is another one
+        assert (stats(one)["disk_reads"] > 0) == (start > 0)
+        one.close()
+
+
+def test_the_canonical_layout_shares_the_cache_between_numbers_of_ranks(
+    engine: Make, llama: Path, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    options = extra_config(tmp_path / "cache", canonical_layout=True)
+    saved(engine, llama, options, LONG)
+    two = engine(llama, options, **TWO_RANKS)
+    hits(two, reference, LONG, 896)
+    assert stats(two)["disk_reads"] == 7
+    hits(two, reference, CROWD[0], 0, tokens=4)
+    two.close()
+    one = engine(llama, options, **OFFLOADING)
+    hits(one, reference, CROWD[0], 896, tokens=4)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from connector_engine import TOKENS, References
 from engine_checks import PAYLOAD
 from real_engine import Engine
 
+Make = Callable[..., Engine]
+OFFLOADING = {"connector": "OffloadingConnector"}
 ROW = PAYLOAD
 """Bytes of a chunk of one block of the Llama model."""
 
@@ -54,6 +58,22 @@ def settled(running: Engine) -> None:
     assert (found["loads"], found["saves"], found["active_lookups"]) == (0, 0, 0)
     assert tier._cache.engine.flush(30.0)
     assert running.reset_device_cache()
+
+
+def saved(engine: Make, model: Path, options: dict[str, Any], *prompts: list[int]) -> None:
+    """Let an engine compute prompts, save them, and end."""
+    one = engine(model, options, **OFFLOADING)
+    for ids in prompts:
+        one.generate(ids, 4)
+        settled(one)
+    one.close()
+
+
+def hits(one: Engine, reference: References, ids: list[int], cached: int, tokens: int = TOKENS) -> None:
+    """A prompt's answer is right, with so many tokens from a cache."""
+    answer = one.generate(ids, tokens)
+    assert (answer.cached, answer.tokens) == (cached, reference(ids, tokens))
+    settled(one)
 
 
 def flip_payload_bytes(directory: Path) -> None:

@@ -68,6 +68,8 @@ class TierInSuite(UndercroftTier):
             offloading._making.pop()
         self._keys_seen: list[OffloadKey] = []
         self._hashes: list[bytes] = []
+        # The keys of these tests hold no hashes of prompts.
+        self._chunks.key = lambda place, _: self._keys_seen[place.number]  # type: ignore[method-assign]
         self.bind(None)
         OPEN.append(self)
 
@@ -128,7 +130,7 @@ class Stored:
     def __setitem__(self, key: OffloadKey, value: bool) -> None:
         tier, context = self._tier, ReqContext(req_id="stored")
         tier._know([key], context)
-        place = tier._chunks.place(key, context.get_offload_key_position(key))
+        place = tier._chunks.place(key, context.get_offload_key_position(key), tier._hashes)
         assert place is not None
         assert tier._cache is not None
         assert tier._cache.save(tier._hashes, Chunks.blocks([place], [tier._address])).complete
@@ -149,5 +151,5 @@ def spec() -> Any:
     """vLLM's specification of the offloading, as far as the tier reads it."""
     cache = SimpleNamespace(tokens_per_hash=TOKENS, blocks_per_chunk=1)
     groups = [SimpleNamespace(group_id=0, tokens_per_block=TOKENS)]
-    layout = {"kv_cache_layout": None, "canonical_layout": False, "replicated_layout": False}
-    return SimpleNamespace(config=SimpleNamespace(cache=cache, groups=groups, **layout))
+    layout = {"kv_cache_layout": None, "canonical_layout": False, "replicated_layout": False, "parallel": None}
+    return SimpleNamespace(config=SimpleNamespace(cache=cache, groups=groups, enable_kv_cache_events=False, **layout))

@@ -22,18 +22,35 @@ def describe_tier(
 ) -> str:
     """The description as canonical JSON. Raises TypeError for a setting that cannot be described."""
     description = json.loads(describe(vllm_config, kv_cache_config, naming))
+    if chunks.shards:
+        _leave_ranks_out(description, chunks.shards)
     description["rows"] = {
         "version": ROWS,
         "layout": _layout(offloading_config),
         "kv_layout": offloading_config.kv_cache_layout,
-        "row_bytes": chunks.row_bytes,
+        "row_bytes": chunks.chunk_bytes,
         "blocks_per_chunk": offloading_config.cache.blocks_per_chunk,
         "groups": [group.group_id for group in offloading_config.groups],
     }
     return json.dumps(description, sort_keys=True, separators=(",", ":"))
 
 
+def _leave_ranks_out(description: dict[str, Any], shards: int) -> None:
+    """Describe the pages as one rank has them that has all heads."""
+    groups = description["groups"]
+    if not isinstance(groups, list):
+        return  # a digest, because the text was too long
+    for group in groups:
+        for _, spec in group["specs"]:
+            spec["num_kv_heads"] *= shards
+            spec["page_bytes"] *= shards
+    description["parallel"] |= {"tensor": 1, "kv_replicas": 1, "kv_shards": 1}
+
+
 def _layout(offloading_config: Any) -> str:
     """How the ranks' bytes lie in a row: one rank after the other, one copy for all ranks, or canonically."""
-    layout = "canonical" if offloading_config.canonical_layout else "ranks"
-    return f"{layout}, one copy" if offloading_config.replicated_layout else layout
+    if offloading_config.canonical_layout:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+
+        return str(canonical_format_id(offloading_config.kv_cache_layout))
+    return "ranks, one copy" if offloading_config.replicated_layout else "ranks"

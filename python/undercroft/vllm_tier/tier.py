@@ -29,7 +29,7 @@ from undercroft.engine import open_engine, start_line, whose
 from undercroft.errors import ConfigError
 from undercroft.log import LogOnce, logger
 from undercroft.vllm_tier import stats
-from undercroft.vllm_tier.chunks import Chunks, Place, why_unsupported
+from undercroft.vllm_tier.chunks import Chunks, Place, canonical_shards, why_unsupported
 from undercroft.vllm_tier.identity import describe_tier
 from undercroft.vllm_tier.options import parse
 from undercroft.vllm_tier.prompts import Prompt, Prompts
@@ -104,8 +104,10 @@ class UndercroftTier(SecondaryTierManager):
         # No buffer is kept: vLLM releases the view before it unmaps the memory.
         rows = np.frombuffer(primary_kv_view, dtype=np.uint8)
         self._address, size = int(rows.ctypes.data), rows.nbytes
+        del rows  # also if the rest raises
         self._rows_count = len(primary_kv_view)
-        self._chunks = Chunks(offloading_config, kv_cache_config, self.block_size_bytes)
+        shards = canonical_shards(vllm_config, kv_cache_config, offloading_config)
+        self._chunks = Chunks(offloading_config, kv_cache_config, self.block_size_bytes, shards)
         reason = self._why_off(vllm_config, kv_cache_config, offloading_config)
         if reason is not None:
             logger.warning("undercroft is off, vLLM serves without it: %s.", reason)
@@ -145,7 +147,7 @@ class UndercroftTier(SecondaryTierManager):
                 engine.close()
                 raise
         groups = self._chunks.groups
-        registered = groups.registration([self.block_size_bytes] * len(groups.kinds))
+        registered = groups.registration([self._chunks.chunk_bytes] * len(groups.kinds))
         cache = Cache.of(
             engine,
             description,
@@ -278,7 +280,7 @@ class UndercroftTier(SecondaryTierManager):
         if self._prompts is None or prompt is None:
             return LookupResult.MISS
         end = req_context.get_offload_key_position(key)
-        place = self._chunks.place(key, end)
+        place = self._chunks.place(key, end, prompt.request.block_hashes)
         if place is None or end is None:
             return LookupResult.MISS
         group = self._chunks.engine_groups[place.engine_group]
@@ -324,7 +326,8 @@ class UndercroftTier(SecondaryTierManager):
                 return
             places = {}
             for key in job.keys:
-                place = self._chunks.place(key, job.req_context.get_offload_key_position(key))
+                end = job.req_context.get_offload_key_position(key)
+                place = self._chunks.place(key, end, prompt.request.block_hashes)
                 if place is not None:
                     places[key] = place
             begun = begin(prompt, places, job)
