@@ -30,6 +30,7 @@ from undercroft.errors import ConfigError
 from undercroft.log import LogOnce, logger
 from undercroft.vllm_tier import stats
 from undercroft.vllm_tier.chunks import Chunks, Place, canonical_shards, why_unsupported
+from undercroft.vllm_tier.events import TierEvents
 from undercroft.vllm_tier.identity import describe_tier
 from undercroft.vllm_tier.options import parse
 from undercroft.vllm_tier.prompts import Prompt, Prompts
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.kv_offload.base import OffloadingMetricMetadata, ScheduleEndContext
+    from vllm.v1.kv_offload.base import OffloadingEvent, OffloadingMetricMetadata, ScheduleEndContext
     from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
     from vllm.v1.request import Request
 
@@ -83,12 +84,15 @@ class UndercroftTier(SecondaryTierManager):
         self._resets: Resets | None = None
         self._cache: Cache | None = None
         self._stats: EngineStats | None = None
+        self._events: TierEvents | None = None
         self._jobs: dict[int, _Begun] = {}
         """By identity of the cache's job."""
         self._ended: list[JobResult] = []
         self._lacking: deque[tuple[Prompt, set[Place], dict[int, frozenset[int]]]] = deque(maxlen=_LACKING_MAX)
         """Saves that lacked blocks of their prefixes: the prompt, the chunks of the save, and the missing blocks."""
         self._again = itertools.count()
+        self._hears_of_resets = False
+        """Whether `TierEvents.forgotten` is called."""
         self.origin = KvOrigin()
         """See `Resets`."""
         config = parse(options, self.block_size_bytes)
@@ -161,6 +165,8 @@ class UndercroftTier(SecondaryTierManager):
         self._shareable = shareable
         self._resets = Resets(self, config.reset_with_prefix_cache)
         self._stats = EngineStats(engine, tokens_in=partial(capacity.tokens_in, groups=registered))
+        if offloading_config.enable_kv_cache_events:
+            self._events = TierEvents(cache.session, self._chunks)
         self._cache = cache
         tokens_in, index_bytes = (
             partial(sizes, groups=registered) for sizes in (capacity.tokens_in, capacity.index_bytes)
@@ -189,6 +195,10 @@ class UndercroftTier(SecondaryTierManager):
 
     def arrives(self, request: Request) -> None:
         """A request arrives; `on_new_request` follows."""
+        manager = getattr(self._connector, "_kv_cache_manager", None)
+        if self._events is not None and manager is not None and not self._hears_of_resets:
+            self._hears_of_resets = True
+            vllm_patches.after_prefix_cache_reset(manager.block_pool, self._events.forgotten)
         if self._prompts is not None:
             self._prompts.add(request)
 
@@ -384,7 +394,8 @@ class UndercroftTier(SecondaryTierManager):
 
     def has_pending_work(self) -> bool:
         """Whether vLLM must go on stepping, so that jobs end."""
-        return bool(self._jobs or self._ended or self._lacking)
+        has_events = self._events is not None and self._events.more
+        return bool(self._jobs or self._ended or self._lacking or has_events)
 
     def drain_jobs(self) -> None:
         """Wait for the copies that run, and give up saves that wait for memory."""
@@ -429,6 +440,11 @@ class UndercroftTier(SecondaryTierManager):
         """The scheduler's pass has ended."""
         if self._prompts is not None:
             self._prompts.step_ends()
+
+    @fail_open(tuple)
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """The chunks that have come to the disk and the remote store, or left them, if vLLM publishes events."""
+        return self._events.take() if self._events is not None else ()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
