@@ -247,6 +247,13 @@ soak-engine: build  ## Random requests, aborts and resets on real engines for SO
 	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) SOAK_KIND='$(SOAK_KIND)' SOAK_ALONE=$(SOAK_ALONE) \
 	  $(BIN)/python -m pytest -q -s -n 0 --show-capture=no tests/vllm/test_engine_soak.py
 
+# `make soak-tier KILLS=1000 SOAK_SEED=8`: so many kills.
+KILLS ?= 200
+
+.PHONY: soak-tier
+soak-tier: build  ## Kill engines with undercroft as a tier of vLLM's offloading KILLS times under load; compare every answer
+	KILLS=$(KILLS) SOAK_SEED=$(SOAK_SEED) $(BIN)/python -m pytest -q -s -n 0 tests/vllm/test_vllm_tier_kills.py
+
 # Routers from elsewhere, in an environment of their own.
 ROUTER_VENV := .venv-router
 
