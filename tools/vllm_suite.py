@@ -39,10 +39,17 @@ FILES = [
         "remote_decode_lifecycle",
     )
 ]
-TIER = "tests/v1/kv_offload/tiering/test_tiering_offloading.py"
+OFFLOAD = "tests/v1/kv_offload"
+TIER = f"{OFFLOAD}/tiering/test_tiering_offloading.py"
 """Tests of tiers, with vLLM's example of one."""
-OFFLOADING_FILES = [f"{UNIT}/offloading_connector/test_{name}.py" for name in ("config", "events", "metrics")]
-"""Tests of vLLM's offloading that name neither a connector nor a tier that undercroft could replace."""
+OFFLOADING_FILES = [
+    *(f"{UNIT}/offloading_connector/test_{name}.py" for name in ("config", "events", "metrics")),
+    *(f"{OFFLOAD}/tiering/test_{name}.py" for name in ("factory", "backpressure", "metrics", "fs_tier")),
+    *(f"{OFFLOAD}/cpu/test_{name}.py" for name in ("manager", "canonical_layout")),
+]
+"""Tests of vLLM's offloading that name neither a connector nor a tier that undercroft could replace, or look into the
+files of vLLM's file tier. Left out are those that need a GPU, and those of the shared region, whose processes must
+import vLLM within seconds."""
 BUILD_NEEDS = (
     "setuptools",
     "wheel",
