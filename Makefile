@@ -146,6 +146,10 @@ test-vllm-031:  ## Smoke test on vLLM 0.31, in an environment of its own
 test-vllm-suite: build  ## vLLM's own tests of connectors and tiers, with undercroft (its source package, 45 MB once)
 	$(BIN)/python tools/vllm_suite.py $(filter-out tests,$(TESTS))
 
+.PHONY: test-sglang
+test-sglang: build  ## The back end of SGLang's HiCache with SGLang's own classes (40 MB once); a part of make test
+	PYTHONPATH="$$($(BIN)/python tools/sglang_packages.py)" $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/sglang/hicache
+
 .PHONY: test-cuda-wheels
 test-cuda-wheels: build  ## vLLM's own CUDA copies over the fake CUDA (extensions of 0.32 and 0.33; 680 MB once)
 	libraries="$$($(BIN)/python tools/cuda_wheels.py 0.32.0 0.33.0)"; \

@@ -100,6 +100,23 @@ FOREIGN_FLAGS = {
     "--ulimit",
 }
 
+SGLANG_FLAGS = {
+    "--enable-hierarchical-cache",
+    "--enable-metrics",
+    "--hicache-mem-layout",
+    "--hicache-ratio",
+    "--hicache-size",
+    "--hicache-storage-backend",
+    "--hicache-storage-backend-extra-config",
+    "--hicache-storage-prefetch-policy",
+    "--json-model-override-args",
+    "--lora-paths",
+    "--model-path",
+    "--quantization",
+    "--trust-mm-content-hashes",
+}
+"""`tests/sglang` checks that SGLang has them."""
+
 
 def text(document: str) -> str:
     return (ROOT / document).read_text(encoding="utf-8")
@@ -263,7 +280,7 @@ def unknown_commands(document: str) -> set[str]:
 
 def unknown_flags(document: str) -> set[str]:
     """Flags that neither ``undercroft`` nor a script of this checkout nor a program named above has."""
-    known = set.union(*flags_of_commands().values()) | flags_of_tools() | FOREIGN_FLAGS
+    known = set.union(*flags_of_commands().values()) | flags_of_tools() | FOREIGN_FLAGS | SGLANG_FLAGS
     return {flag for flag in re.findall(r"(?<![\w-])(--[a-z][\w-]*)", text(document)) if flag not in known}
 
 

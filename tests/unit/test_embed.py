@@ -144,6 +144,17 @@ def test_windows_and_states_are_brought_where_a_hit_ends() -> None:
         assert (pool.rows[47] == pool.rows[12]).all()
 
 
+def test_a_hit_of_one_block_is_a_hit(tmp_path: Path) -> None:
+    wanted = content(1, 8)
+    with opened(on_disk(tmp_path)) as cache:
+        pool = Pool(cache)
+        pool.rows[:8] = wanted
+        assert cache.save(keys(1, 8), [pool.blocks(0, 8)]).complete
+        for first in range(8):
+            assert cache.load(keys(1, 8)[: first + 1], [pool.blocks(first, 1, row=20)], begin=first * TOKENS).complete
+            assert (pool.rows[20] == wanted[first]).all()
+
+
 def test_jobs_run_beside_the_caller() -> None:
     with opened({}) as cache:
         pool = Pool(cache)

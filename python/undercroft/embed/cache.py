@@ -45,11 +45,20 @@ class _Attachment(NamedTuple):
 class Cache:
     """One namespace of a cache: the blocks of one model in one format. All methods may be called from any thread."""
 
-    def __init__(self, engine: Engine, session: Session, groups: Sequence[Group], block_tokens: int) -> None:
-        """Use `open`. ``engine`` is closed with the cache."""
+    def __init__(
+        self,
+        engine: Engine,
+        session: Session,
+        groups: Sequence[Group],
+        block_tokens: int,
+        *,
+        owns_engine: bool = True,
+    ) -> None:
+        """Use `open`."""
         self.engine = engine
         """The engine, for `_core.Engine.stats`, `_core.Engine.info` and `_core.Engine.flush`."""
         self.session = session
+        self._owns_engine = owns_engine
         self._groups = tuple(groups)
         self._block_tokens = block_tokens
         self._lock = threading.Lock()
@@ -101,14 +110,17 @@ class Cache:
         block_tokens: int,
         *,
         alignment_tokens: int | None = None,
+        owns_engine: bool = True,
     ) -> Cache:
-        """Like `open`, for an engine that is open. The cache closes it, also if this raises."""
+        """Like `open`, for an engine that is open. ``owns_engine``: the cache closes it, also if this raises."""
         text = identity if isinstance(identity, str) else json.dumps(identity, sort_keys=True, separators=(",", ":"))
         try:
             whole = [Registration(one, one.block_tokens or block_tokens) for one in groups]
-            return cls(engine, engine.register(text, whole, block_tokens, alignment_tokens), groups, block_tokens)
+            session = engine.register(text, whole, block_tokens, alignment_tokens)
+            return cls(engine, session, groups, block_tokens, owns_engine=owns_engine)
         except BaseException:
-            engine.close()
+            if owns_engine:
+                engine.close()
             raise
 
     def add_region(self, memory: Any) -> int:
@@ -149,7 +161,7 @@ class Cache:
         load than to compute, by the steps reported to `_core.Session.report_steps`.
         """
         wait = None if wait_s is None else (wait_s * 1e3, 0.0)
-        return self.session.lookup(name, chain, begin, end, wait, 0, planned, queued_tokens)
+        return self.session.lookup(name, chain, begin, end, wait, _least(begin, planned), planned, queued_tokens)
 
     def prefetch(
         self,
@@ -162,7 +174,7 @@ class Cache:
         queued_tokens: int = 0,
     ) -> None:
         """Start the reads of a later `find` with the same ``name``; demanded reads precede them."""
-        self.session.prefetch(name, chain, begin, end, None, 0, planned, queued_tokens)
+        self.session.prefetch(name, chain, begin, end, None, _least(begin, planned), planned, queued_tokens)
 
     def wait(self, name: str, timeout_s: float) -> bool:
         """Wait until `find` has an answer, and return whether it has."""
@@ -296,7 +308,8 @@ class Cache:
         if attachment is not None:
             attachment.arena.let_go()
         self.session.close()
-        self.engine.close()
+        if self._owns_engine:
+            self.engine.close()
 
     def __enter__(self) -> Cache:
         return self
@@ -567,3 +580,8 @@ class Cache:
                 raise ValueError(f"group {one.group}: a block lies outside the regions; name them with add_region")
             checked.append(Blocks(one.group, numbers, addresses))
         return tuple(checked)
+
+
+def _least(begin: int, planned: bool) -> int:
+    """The least boundary of a hit. Without a plan, a hit of one token counts."""
+    return 0 if planned else begin + 1

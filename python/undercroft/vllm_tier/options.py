@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from undercroft.config import OPTIONS, UndercroftConfig
-from undercroft.embed import EMBED_OPTIONS
+from undercroft.config import UndercroftConfig
+from undercroft.embed import EMBED_OPTIONS, with_small_memory
 from undercroft.errors import ConfigError
-from undercroft.units import Amount
 
 CONNECTOR = "OffloadingConnector"
 """vLLM's connector that has tiers."""
 TIER = "UndercroftTier"
 MODULE = "undercroft.vllm_tier"
-[_HOST_MEMORY] = [option for option in OPTIONS if option.name == "host_memory"]
-_HOST_BYTES, _HOST_ROWS = 2 << 30, 256
-"""Default of ``host_memory``: so many bytes, or chunks if these are more. Chunks only pass through it, on their way
-between the disk and vLLM's own host memory."""
 _VLLMS = ("type", "module_path", "backpressure")
 """Keys of an entry that are vLLM's own."""
 _OWN = (
@@ -54,9 +47,7 @@ def parse(tier: Mapping[str, Any], row_bytes: int = 0) -> UndercroftConfig:
     ConfigError."""
     given = {key: value for key, value in tier.items() if key not in _VLLMS}
     config = UndercroftConfig.parse(given, place="secondary_tiers", allowed=_ALLOWED, refused=_REFUSED)
-    if config.server or "host_memory" in given or os.environ.get(_HOST_MEMORY.env, "") != "":
-        return config
-    return dataclasses.replace(config, host_memory=Amount(size=max(_HOST_BYTES, _HOST_ROWS * row_bytes)))
+    return with_small_memory(config, given, row_bytes)
 
 
 def check(kv_connector: str, extra_config: Any) -> list[UndercroftConfig]:

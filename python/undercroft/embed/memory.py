@@ -1,0 +1,27 @@
+"""Host memory of a cache below a program that has a large pool of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from undercroft.config import OPTIONS
+from undercroft.units import Amount
+
+if TYPE_CHECKING:
+    from undercroft.config import UndercroftConfig
+
+[_HOST_MEMORY] = [option for option in OPTIONS if option.name == "host_memory"]
+_BYTES, _BLOCKS = 2 << 30, 256
+"""Default of ``host_memory``: so many bytes, or blocks if these are more. Blocks only pass through it, on their way
+between the disk and the program's pool."""
+
+
+def with_small_memory(config: UndercroftConfig, given: Mapping[str, Any], block_bytes: int) -> UndercroftConfig:
+    """``config`` with little host memory, unless its size is an option: among ``given``, or of the environment, or that
+    of a server. ``block_bytes``: size of a block of all groups, or 0 if it is not known."""
+    if config.server or "host_memory" in given or os.environ.get(_HOST_MEMORY.env, "") != "":
+        return config
+    return dataclasses.replace(config, host_memory=Amount(size=max(_BYTES, _BLOCKS * block_bytes)))

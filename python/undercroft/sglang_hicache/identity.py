@@ -1,0 +1,151 @@
+"""The namespace of a pool's pages: everything that must be equal for their bytes to be interchangeable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from undercroft.connector.weights import Digests, model_place, weights_digest
+
+if TYPE_CHECKING:
+    from undercroft.config import UndercroftConfig
+    from undercroft.sglang_hicache.pools import Pool
+
+FORMAT = 1
+"""Version of the description. Raise it when the reading of SGLang's pools changes."""
+_SETTINGS = {
+    "model": (
+        "context_length",
+        "custom_weight_loader",
+        "dtype",
+        "is_embedding",
+        "json_model_override_args",
+        "kv_cache_dtype",
+        "load_format",
+        "model_config_parser",
+        "model_impl",
+        "model_loader_extra_config",
+        "modelopt_quant",
+        "qsa_indexer_dtype",
+        "quantization",
+        "quantize_and_serve",
+        "rl_quant_profile",
+    ),
+    "exec": (
+        "attention_backend",
+        "dllm_algorithm",
+        "enable_encoder_swa_bounded_replay",
+        "enable_decoder_swa_bounded_replay",
+        "enable_fused_qk_norm_rope",
+        "enable_int8_mamba_checkpoint",
+        "enable_mamba_cache_stochastic_rounding",
+        "enable_tf32_matmul",
+        "linear_attn_backend",
+        "mamba_backend",
+        "mamba_ssm_dtype",
+        "prefill_attention_backend",
+        "prefill_kv_cache_dequant_dtype",
+        "rl_on_policy_target",
+    ),
+    "mm": ("disable_fast_image_processor", "enable_multimodal", "image_processor_backend", "mm_process_config"),
+    "spec": (
+        "speculative_algorithm",
+        "speculative_draft_kv_cache_dtype",
+        "speculative_draft_model_quantization",
+        "speculative_draft_window_size",
+        "speculative_draft_sink_size",
+    ),
+}
+"""The server's arguments on which KV depends, by SGLang's namespace of them (``sglang.srt.runtime_context``)."""
+_CONFIGURATIONS = ("config.json", "hf_quant_config.json", "preprocessor_config.json", "processor_config.json")
+"""Files beside the weights whose content decides KV."""
+_FILES = ("quantization_param_path",)
+"""Arguments of the model that name a file whose content decides KV."""
+
+
+def why_off(arguments: Any) -> str | None:
+    """The reason, for people, if the keys of SGLang's pages do not tell all prompts apart; else None.
+
+    ``arguments``: SGLang's arguments, or None outside its server.
+    """
+    if getattr(arguments, "trust_mm_content_hashes", False):
+        return (
+            "with --trust-mm-content-hashes, clients name their images by hashes that SGLang does not check, so one "
+            "client could be given the pages of another"
+        )
+    return None
+
+
+def describe(storage_config: Any, arguments: Any, config: UndercroftConfig, digests: Digests, pool: Pool) -> str:
+    """The description as canonical JSON.
+
+    ``storage_config``: SGLang's ``HiCacheStorageConfig``. Raises OSError for a weight file that cannot be read.
+    """
+    one_copy = storage_config.is_mla_model and pool.one_copy
+    description = {
+        "hicache": FORMAT,
+        "salt": config.namespace_salt,
+        "model": _model(storage_config.model_name, arguments, config, digests),
+        "settings": {area: _values(arguments, names) for area, names in _SETTINGS.items()},
+        "files": {name: _file_digest(getattr(arguments, name, None)) for name in _FILES},
+        "pool": pool.description(),
+        "tp": [0, 0] if one_copy else [storage_config.tp_rank, storage_config.tp_size],
+        "pp": [storage_config.pp_rank, storage_config.pp_size],
+        "cp": [storage_config.attn_cp_rank, storage_config.attn_cp_size],
+        "dcp": [storage_config.dcp_rank, storage_config.dcp_size],
+    }
+    return json.dumps(description, sort_keys=True, separators=(",", ":"))
+
+
+def _model(model_name: str | None, arguments: Any, config: UndercroftConfig, digests: Digests) -> dict[str, Any]:
+    """The weights, by ``model_id``, by content, or else by name: those of the model, its draft model and adapters."""
+    found: dict[str, Any] = {"name": model_name}
+    if config.model_id:
+        return {**found, "id": config.model_id}
+    of = _Weights(getattr(arguments, "download_dir", None), config.weights, digests)
+    path = getattr(arguments, "model_path", None) or model_name or ""
+    found["weights"] = of.model(path, getattr(arguments, "revision", None))
+    if draft := getattr(arguments, "speculative_draft_model_path", None):
+        found["draft"] = of.model(draft, getattr(arguments, "speculative_draft_model_revision", None))
+    # The key of an adapter that SGLang loads at its start is made of its name and path only.
+    adapters = getattr(arguments, "lora_paths", None) or ()
+    found["adapters"] = [[str(one), of.model(str(getattr(one, "lora_path", one)), None)] for one in adapters]
+    return found
+
+
+class _Weights(NamedTuple):
+    download_dir: str | None
+    how: str
+    digests: Digests
+
+    def model(self, name: str, revision: str | None) -> dict[str, Any]:
+        """The weights and the configuration of a model, by content if its files are here, else by name."""
+        place = model_place(name, revision, self.download_dir) if name else None
+        digest = weights_digest(place, self.digests, self.how, code=True) if place else ""
+        if place is None or not digest:
+            return {"names": [name, revision]}
+        files = [place / one for one in _CONFIGURATIONS] if place.is_dir() else []
+        return {"digest": digest, "files": {one.name: _file_digest(one) for one in files if one.is_file()}}
+
+
+def _values(arguments: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments that are set, as JSON can hold them."""
+    values = {name: getattr(arguments, name, None) for name in names}
+    return {
+        name: value if isinstance(value, (bool, int, float, str)) else repr(value)
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def known_by_name(description: str) -> list[str]:
+    """The models and adapters in a description that only a name identifies."""
+    model = json.loads(description)["model"]
+    parts = [model.get("weights"), model.get("draft"), *(one for _, one in model.get("adapters", ()))]
+    return [str(part["names"][0]) for part in parts if part and "names" in part]
+
+
+def _file_digest(path: Any) -> str | None:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None

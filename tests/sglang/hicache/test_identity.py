@@ -1,0 +1,209 @@
+"""Pages are found only where their bytes are right: other models, formats, ranks and weights are others."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.server_args import ServerArgs
+
+from host_pools import after, fill, keys, mha, mla, opened, storage_config, wipe, wrong
+from undercroft.sglang_hicache import UndercroftHiCache, backend, identity, weight_updates
+
+CHAIN = keys("a", 4)
+
+
+def kept(store: UndercroftHiCache, pool: Any) -> None:
+    """Keep the pages of `CHAIN`."""
+    assert store.batch_set_v1(CHAIN, fill(pool, range(4), CHAIN), after()) == [True] * 4
+
+
+def model(folder: Path, seed: int) -> str:
+    """A model's files."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    torch.manual_seed(seed)
+    torch.save({"weight": torch.randn(64, 64)}, folder / "pytorch_model.bin")
+    return str(folder)
+
+
+def serving(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
+    """Let this process be a server with these arguments."""
+    monkeypatch.setattr(backend, "_arguments", lambda: ServerArgs(**arguments))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: (mha(), {"model": "other"}),
+        lambda: (mha(), {"namespace_salt": "other"}),
+        lambda: (mha("layer_first"), {}),
+        lambda: (mha("page_first_direct"), {}),
+        lambda: (mha(heads=1), {}),
+        lambda: (mha(dtype=torch.float16), {}),
+        lambda: (mha(), {"tp_rank": 1, "tp_size": 2}),
+        lambda: (mha(), {"pp_rank": 1, "pp_size": 2}),
+        lambda: (mha(), {"attn_cp_rank": 1, "attn_cp_size": 2}),
+        lambda: (mla(), {}),
+    ],
+)
+def test_others_never_meet(other: Any, tmp_path: Path) -> None:
+    pool = mha()
+    store = opened(tmp_path, pool)
+    kept(store, pool)
+    their_pool, changed = other()
+    theirs = opened(tmp_path, their_pool, **changed)
+    assert theirs.batch_exists(CHAIN, after()) == 0
+    assert theirs.batch_get_v1(CHAIN, wipe(their_pool, range(4)), after()) == [False] * 4
+    theirs.close()
+    store.close()
+
+
+def test_ranks_share_the_one_copy_of_latent_attention(tmp_path: Path) -> None:
+    pool = mla()
+    writer = opened(tmp_path, pool, is_mla_model=True, tp_rank=0, tp_size=2)
+    reader = opened(tmp_path, pool, is_mla_model=True, tp_rank=1, tp_size=2)
+    kept(writer, pool)
+    assert reader.batch_get_v1(CHAIN, wipe(pool, range(8, 12)), after()) == [True] * 4
+    assert wrong(pool, range(8, 12), CHAIN) == []
+    reader.close()
+    writer.close()
+
+
+def test_weights_count_by_content_wherever_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = mha()
+    first, copy, other = (model(tmp_path / name, seed) for name, seed in (("m", 1), ("copy", 1), ("other", 2)))
+    serving(monkeypatch, model_path=first)
+    store = opened(tmp_path / "c", pool, model_id="")
+    kept(store, pool)
+    store.close()
+    for path, hits in ((copy, 4), (other, 0)):
+        serving(monkeypatch, model_path=path)
+        again = opened(tmp_path / "c", pool, model_id="")
+        assert again.batch_exists(CHAIN, after()) == hits, path
+        again.close()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"quantization": "fp8"},
+        {"json_model_override_args": '{"rope_theta": 7}'},
+        {"context_length": 77},
+        {"dtype": "float16"},
+        {"mamba_ssm_dtype": "bfloat16"},
+    ],
+)
+def test_arguments_that_decide_kv_count(
+    changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, path = mha(), model(tmp_path / "m", 1)
+    serving(monkeypatch, model_path=path)
+    store = opened(tmp_path / "c", pool, model_id="")
+    kept(store, pool)
+    serving(monkeypatch, model_path=path, max_running_requests=7)
+    same = opened(tmp_path / "c", pool, model_id="")
+    assert same.batch_exists(CHAIN, after()) == 4
+    serving(monkeypatch, model_path=path, **changed)
+    other = opened(tmp_path / "c", pool, model_id="")
+    assert other.batch_exists(CHAIN, after()) == 0
+    for one in (other, same, store):
+        one.close()
+
+
+def test_an_adapter_counts_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, base, adapter = mha(), model(tmp_path / "m", 1), tmp_path / "adapter"
+    found = []
+    for seed in (5, 5, 6):
+        if adapter.exists():
+            for path in adapter.iterdir():
+                path.unlink()
+            adapter.rmdir()
+        serving(monkeypatch, model_path=base, lora_paths=[model(adapter, seed)])
+        store = opened(tmp_path / "c", pool, model_id="")
+        found.append(store.batch_exists(CHAIN, after()))
+        kept(store, pool)
+        store.close()
+    assert found == [0, 4, 0]
+
+
+def test_names_of_images_that_clients_choose_switch_it_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving(monkeypatch, model_path="m", trust_mm_content_hashes=True)
+    pool = mha()
+    store = opened(tmp_path, pool)
+    assert store.batch_set_v1(CHAIN, fill(pool, range(4), CHAIN), after()) == [False] * 4
+    assert "clients name their images" in caplog.text
+    store.close()
+
+
+def test_sglang_has_the_flags_and_settings_that_are_named() -> None:
+    fields = set(ServerArgs.__struct_fields__)
+    document = Path(__file__).parents[3].joinpath("docs", "sglang.md").read_text(encoding="utf-8")
+    flags = {flag.replace("-", "_") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", document)}
+    assert flags <= fields
+    assert {name for names in identity._SETTINGS.values() for name in names} <= fields
+    assert set(identity._FILES) <= fields
+
+
+class Updater(WeightUpdater):
+    """SGLang's updater without a model."""
+
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("method", weight_updates._METHODS)
+def test_pages_after_a_change_of_weights_are_private(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    pool, later = mha(), keys("later", 4)
+    store, theirs = opened(tmp_path, pool), opened(tmp_path, pool)
+    kept(store, pool)
+    assert theirs.batch_exists(CHAIN, after()) == 4
+    weight_updates._watchers.discard(theirs)
+    for _ in range(2):
+        with pytest.raises((TypeError, AttributeError)):
+            getattr(Updater(), method)()
+    assert caplog.text.count("SGLang changes its weights") == 1
+    assert store.batch_exists(CHAIN, after()) == 0, "they are pages of other weights"
+    assert store.batch_set_v1(later, fill(pool, range(4), later), after()) == [True] * 4
+    assert store.batch_exists(later, after()) == 4
+    assert theirs.batch_exists(later, after()) == 0
+    store.close()
+    theirs.close()
+    again = opened(tmp_path, pool)
+    assert again.batch_exists(later, after()) == 0
+    assert again.batch_exists(CHAIN, after()) == 4
+    again.close()
+
+
+def test_pools_that_come_after_a_change_of_weights_are_private(tmp_path: Path) -> None:
+    pool = mha()
+    store = UndercroftHiCache(storage_config(tmp_path), {})
+    store.weights_change()
+    store.register_mem_pool_host(pool)
+    kept(store, pool)
+    store.close()
+    again = opened(tmp_path, pool)
+    assert again.batch_exists(CHAIN, after()) == 0
+    again.close()
+
+
+def test_an_sglang_that_changes_weights_elsewhere_is_served_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weight_updates, "_METHODS", ("update_weights_by_telepathy",))
+    pool = mha()
+    store = opened(tmp_path, pool)
+    assert store.batch_set_v1(CHAIN, fill(pool, range(4), CHAIN), after()) == [False] * 4
+    assert "changes weights where undercroft cannot see it" in caplog.text
+    store.close()
