@@ -1,7 +1,7 @@
 """SGLang's storage back end (``HiCacheStorage``, SGLang 0.5.23, ``sglang/srt/mem_cache/hicache_storage.py``).
 
-SGLang calls it on threads of its own for prefetches and backups, with at most 128 pages at a time. Each host pool has a
-namespace of its own, because SGLang saves a model's pools in separate calls, and in an order of its own.
+SGLang calls it on threads of its own for prefetches and backups. Each host pool has a namespace of its own, because
+SGLang saves a model's pools in separate calls, and in an order of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from undercroft.connector.weights import Digests, digests_file
 from undercroft.embed import with_small_memory
 from undercroft.engine import open_engine, start_line
+from undercroft.errors import UndercroftError
 from undercroft.log import LogOnce, logger
 from undercroft.sglang_hicache import identity, options, weight_updates
 from undercroft.sglang_hicache.pools import Pool
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
     from undercroft._core import Engine
 
-_RESET_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0
+"""Longest wait of a call for loads, saves or a reset. Pages that are late are misses, or are not kept."""
+_FIND_TIMEOUT_S = 1.0
+"""Longest wait of a call for answers of a server or a remote store about pages."""
 _PREFIX_KEYS = "hicache_storage_pass_prefix_keys"
 
 
@@ -46,11 +50,12 @@ class UndercroftHiCache(HiCacheStorage):
         """By the pool's name."""
         self._page_tokens = 0
         """Tokens of a key."""
-        self._is_private = False
+        self._passes_prefixes = False
+        """Whether SGLang has passed prefixes. It then leaves out empty ones in some calls."""
         self._stats = Stats()
         self._digests = Digests(digests_file(self._config.disk_path))
         self._arguments = _arguments()
-        self._off = identity.why_off(self._arguments) or weight_updates.watch(self)
+        self._off = identity.why_off(self._arguments) or weight_updates.watch(self, self._arguments)
         if self._off is not None:
             logger.warning("undercroft is off, SGLang serves without it: %s.", self._off)
 
@@ -68,63 +73,89 @@ class UndercroftHiCache(HiCacheStorage):
             self._register(host_pool_name, host_pool)
 
     def _register(self, name: Any, host_pool: Any) -> None:
-        if self._off is not None:
+        is_first = name == PoolName.KV
+        if self._off is not None or not (is_first or self._engine is not None):
             return
-        pool = Pool(name, host_pool)
         try:
+            pool = Pool(name, host_pool)
             description = identity.describe(self._storage_config, self._arguments, self._config, self._digests, pool)
+        except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
+            logger.warning("undercroft keeps no pages of SGLang's pool %s, whose memory it cannot use: %s", name, error)
+            return
         except OSError as error:  # a weight file that cannot be read
-            self._off = str(error)
-            logger.warning("undercroft is off, SGLang serves without it: %s.", error)
+            self._turn_off(str(error))
             return
         with self._lock:
-            if self._engine is None:
-                self._page_tokens = pool.page_tokens
-                given = self._storage_config.extra_config or {}
-                self._engine = open_engine(with_small_memory(self._config, given, sum(pool.parts)))
-                for model in identity.known_by_name(description):
-                    logger.warning(
-                        "undercroft: the weights of %s lie where undercroft cannot read them. Other weights under this "
-                        "name would find this cache: change namespace_salt or model_id with the weights.",
-                        model,
-                    )
-            store = PoolStore(self._engine, description, pool, self._page_tokens)
-            self._stores[pool.name] = store
-            if self._is_private:
-                store.make_private()
-            if pool.name == PoolName.KV.value and (info := self._engine.info()):
-                logger.info(start_line(info, store.cache.session.namespace))
+            if is_first:
+                self._open(pool, description)
+            assert self._engine is not None
+            try:
+                # An engine of another process takes one session.
+                is_own = not (self._config.server or self._engine.is_shared)
+                engine = self._engine if is_first or is_own else open_engine(self._config)
+                store = PoolStore(engine, description, pool, self._page_tokens, owns_engine=engine is not self._engine)
+                self._stores[pool.name] = store
+            except UndercroftError as error:
+                if is_first:
+                    raise
+                logger.warning("undercroft keeps no pages of SGLang's pool %s: %s", name, error)
             self._digests.save()
 
+    def _open(self, pool: Pool, description: str) -> None:
+        """Open the engine for the first pool."""
+        self._page_tokens = pool.page_tokens
+        config = self._storage_config
+        ranks = 1 if config.is_mla_model else config.tp_size
+        self._config = with_small_memory(self._config, config.extra_config, ranks * sum(pool.parts))
+        self._engine = open_engine(self._config)
+        for model in identity.known_by_name(description):
+            logger.warning(
+                "undercroft: the weights of %s lie where undercroft cannot read them. Other weights under this name "
+                "would find this cache: change namespace_salt or model_id with the weights.",
+                model,
+            )
+        if info := self._engine.info():
+            logger.info(start_line(info, ""))
+
+    def _turn_off(self, why: str) -> None:
+        self._off = why
+        logger.warning("undercroft is off, SGLang serves without it: %s.", why)
+
     def weights_change(self) -> None:
-        """Keep pages from now on for this process only: another would take them for pages of the weights as loaded."""
+        """Keep and load nothing from now on: pages in SGLang's memory may be of the old weights or of the new ones."""
+        self._turn_off("SGLang changes its weights; it needs a restart with the new ones (docs/sglang.md)")
+        for store in self._open_stores():
+            store.stop_saves()
+
+    def _open_stores(self) -> list[PoolStore]:
         with self._lock:
-            if not self._is_private:
-                logger.info(
-                    "undercroft: SGLang changes its weights; until it restarts, no other process finds the pages that "
-                    "it keeps from now on (docs/sglang.md)."
-                )
-            self._is_private = True
-            stores = list(self._stores.values())
-        for store in stores:
-            store.make_private()
+            return list(self._stores.values())
+
+    def _store(self, name: Any) -> PoolStore | None:
+        return self._stores.get(str(name)) if self._off is None else None
 
     # Pages of the KV pool
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages from the first key on can be loaded. ``extra_info.prefix_keys``: the keys before them."""
-        store = self._stores.get(PoolName.KV.value)
+        return self._leading(keys, extra_info, time.monotonic() + _FIND_TIMEOUT_S)
+
+    def _leading(self, keys: list[str], extra_info: Any, until: float) -> int:
+        store = self._store(PoolName.KV)
+        return store.leading(self._before(extra_info), keys, until) if store is not None else 0
+
+    @staticmethod
+    def _before(extra_info: Any) -> list[str]:
         # SGLang leaves out an empty prefix here.
-        prefix = list(getattr(extra_info, "prefix_keys", None) or ())
-        return store.leading(prefix, keys) if store is not None else 0
+        return list(getattr(extra_info, "prefix_keys", None) or ())
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Load pages into the KV pool. Returns for each whether it is there."""
-        return self._get(PoolName.KV, keys, host_indices, extra_info)
+        return self._get(PoolName.KV, keys, host_indices, extra_info, time.monotonic() + _TIMEOUT_S)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Keep pages of the KV pool. Returns for each whether it is kept."""
-        return self._set(PoolName.KV, keys, host_indices, extra_info)
+        return self._set(PoolName.KV, keys, host_indices, extra_info, time.monotonic() + _TIMEOUT_S)
 
     # Pages of several pools
 
@@ -132,24 +163,22 @@ class UndercroftHiCache(HiCacheStorage):
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
         """How many pages from the first key on can be loaded with what the other pools need for them."""
-        prefix = list(getattr(extra_info, "prefix_keys", None) or ())
-        found = self.batch_exists(keys, extra_info)
+        until = time.monotonic() + _FIND_TIMEOUT_S
+        prefix, found = self._before(extra_info), self._leading(keys, extra_info, until)
         hits: dict[str, int] = {PoolName.KV: found} if found else {}
         restorable = set(range(1, found + 1))
         for transfer in pool_transfers or ():
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
-                continue  # It never limits the hit, and undercroft keeps no such pools.
-            store = self._stores.get(str(transfer.name))
-            if store is None:
-                fitting: set[int] = set()
-            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-                held = store.held(prefix, keys[:found])
-                count = max(1, len(transfer.keys or ()))
-                fitting = {
-                    end for end in range(1, found + 1) if all(at in held for at in range(max(0, end - count), end))
-                }
-            else:
-                fitting = set(range(1, store.leading(prefix, keys[:found]) + 1))
+                continue  # It never limits the hit.
+            store, fitting = self._store(transfer.name), set()
+            if store is not None and store.pool.is_trailing:
+                held = store.held(prefix, keys[:found], until)
+                count = found
+                if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                    count = max(1, len(transfer.keys or ()))
+                fitting = _ends(held, found, count)
+            elif store is not None:
+                fitting = set(range(1, store.leading(prefix, keys[:found], until) + 1))
             if fitting:
                 hits[transfer.name] = max(fitting)
             restorable &= fitting
@@ -158,29 +187,31 @@ class UndercroftHiCache(HiCacheStorage):
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Load pages into other pools."""
-        return {one.name: self._get(one.name, one.keys or [], one.host_indices, extra_info) for one in transfers}
+        until = time.monotonic() + _TIMEOUT_S
+        return {one.name: self._get(one.name, one.keys or [], one.host_indices, extra_info, until) for one in transfers}
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Keep pages of other pools."""
-        return {one.name: self._set(one.name, one.keys or [], one.host_indices, extra_info) for one in transfers}
+        until = time.monotonic() + _TIMEOUT_S
+        return {one.name: self._set(one.name, one.keys or [], one.host_indices, extra_info, until) for one in transfers}
 
-    def _get(self, name: Any, keys: list[str], host_indices: Any, extra_info: Any) -> list[bool]:
+    def _get(self, name: Any, keys: list[str], host_indices: Any, extra_info: Any, until: float) -> list[bool]:
         found = self._placed(name, keys, host_indices, extra_info)
         if found is None:
             return [False] * len(keys)
         store, prefix = found
         began = time.monotonic()
-        done = store.get(prefix, keys, host_indices)
+        done = store.get(prefix, keys, host_indices, until)
         self._stats.loaded(sum(done), store.page_bytes, time.monotonic() - began)
         return done
 
-    def _set(self, name: Any, keys: list[str], host_indices: Any, extra_info: Any) -> list[bool]:
+    def _set(self, name: Any, keys: list[str], host_indices: Any, extra_info: Any, until: float) -> list[bool]:
         found = self._placed(name, keys, host_indices, extra_info)
         if found is None:
             return [False] * len(keys)
         store, prefix = found
         began = time.monotonic()
-        done = store.set(prefix, keys, host_indices)
+        done = store.set(prefix, keys, host_indices, until)
         self._stats.saved(sum(done), store.page_bytes, time.monotonic() - began)
         return done
 
@@ -188,11 +219,12 @@ class UndercroftHiCache(HiCacheStorage):
         self, name: Any, keys: list[str], host_indices: Any, extra_info: Any
     ) -> tuple[PoolStore, list[str]] | None:
         """A pool's store and the keys before ``keys``, if pages can be loaded and kept."""
-        store = self._stores.get(str(name))
+        store = self._store(name)
         if store is None or not keys:
             return None
         prefix = getattr(extra_info, "prefix_keys", None)
-        if prefix is None:
+        self._passes_prefixes |= prefix is not None
+        if not self._passes_prefixes:
             self._log_once(
                 logging.WARNING,
                 _PREFIX_KEYS,
@@ -211,14 +243,14 @@ class UndercroftHiCache(HiCacheStorage):
                 name,
             )
             return None
-        return store, list(prefix)
+        return store, list(prefix or ())
 
     # The rest of the interface
 
     def clear(self) -> None:
         """Drop everything of this model, at the latest after some seconds."""
-        stores = list(self._stores.values())
-        are_durable = [store.cache.reset(_RESET_TIMEOUT_S) for store in stores]
+        until = time.monotonic() + _TIMEOUT_S
+        are_durable = [store.reset(until) for store in self._open_stores()]
         if not all(are_durable):
             logger.warning("undercroft: not all pages are cleared durably yet; a restart may find some of them")
 
@@ -259,6 +291,17 @@ class UndercroftHiCache(HiCacheStorage):
     ) -> bool:
         """Not available: see `options.parse`."""
         raise NotImplementedError("undercroft: SGLang's option interface_v1 is 1, so it calls batch_set_v1")
+
+
+def _ends(held: set[int], found: int, count: int) -> set[int]:
+    """The lengths of prefixes, at most ``found`` pages, whose last ``count`` pages are held, or all if they are
+    fewer."""
+    ends, run = set(), 0
+    for number in range(found):
+        run = run + 1 if number in held else 0
+        if run >= min(count, number + 1):
+            ends.add(number + 1)
+    return ends
 
 
 def _arguments() -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +38,8 @@ _SETTINGS = {
     "exec": (
         "attention_backend",
         "dllm_algorithm",
+        "kt_method",
+        "kt_weight_path",
         "enable_encoder_swa_bounded_replay",
         "enable_decoder_swa_bounded_replay",
         "enable_fused_qk_norm_rope",
@@ -50,7 +54,9 @@ _SETTINGS = {
         "rl_on_policy_target",
     ),
     "mm": ("disable_fast_image_processor", "enable_multimodal", "image_processor_backend", "mm_process_config"),
+    "parallel": ("cp_strategy", "enable_dsa_cache_layer_split", "enable_prefill_cp"),
     "spec": (
+        "uno_lora_path",
         "speculative_algorithm",
         "speculative_draft_kv_cache_dtype",
         "speculative_draft_model_quantization",
@@ -61,6 +67,8 @@ _SETTINGS = {
 """The server's arguments on which KV depends, by SGLang's namespace of them (``sglang.srt.runtime_context``)."""
 _CONFIGURATIONS = ("config.json", "hf_quant_config.json", "preprocessor_config.json", "processor_config.json")
 """Files beside the weights whose content decides KV."""
+_VARIABLES = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
+"""Environment variables that choose between layouts of one size."""
 _FILES = ("quantization_param_path",)
 """Arguments of the model that name a file whose content decides KV."""
 
@@ -83,11 +91,13 @@ def describe(storage_config: Any, arguments: Any, config: UndercroftConfig, dige
 
     ``storage_config``: SGLang's ``HiCacheStorageConfig``. Raises OSError for a weight file that cannot be read.
     """
-    one_copy = storage_config.is_mla_model and pool.one_copy
+    one_copy = storage_config.is_mla_model and pool.is_same_on_ranks
     description = {
         "hicache": FORMAT,
         "salt": config.namespace_salt,
         "model": _model(storage_config.model_name, arguments, config, digests),
+        "kv_cache_dtype": _resolved_kv_cache_dtype(),
+        "variables": [os.environ.get(name) for name in _VARIABLES],
         "settings": {area: _values(arguments, names) for area, names in _SETTINGS.items()},
         "files": {name: _file_digest(getattr(arguments, name, None)) for name in _FILES},
         "pool": pool.description(),
@@ -100,19 +110,44 @@ def describe(storage_config: Any, arguments: Any, config: UndercroftConfig, dige
 
 
 def _model(model_name: str | None, arguments: Any, config: UndercroftConfig, digests: Digests) -> dict[str, Any]:
-    """The weights, by ``model_id``, by content, or else by name: those of the model, its draft model and adapters."""
-    found: dict[str, Any] = {"name": model_name}
-    if config.model_id:
-        return {**found, "id": config.model_id}
+    """The weights, by ``model_id``, by content, or else by name, and those of the draft model and of adapters."""
     of = _Weights(getattr(arguments, "download_dir", None), config.weights, digests)
-    path = getattr(arguments, "model_path", None) or model_name or ""
-    found["weights"] = of.model(path, getattr(arguments, "revision", None))
+    found: dict[str, Any] = {"id": config.model_id}
+    if not config.model_id:
+        path = getattr(arguments, "model_path", None) or model_name or ""
+        found = {"weights": of.model(path, getattr(arguments, "revision", None))}
     if draft := getattr(arguments, "speculative_draft_model_path", None):
         found["draft"] = of.model(draft, getattr(arguments, "speculative_draft_model_revision", None))
-    # The key of an adapter that SGLang loads at its start is made of its name and path only.
-    adapters = getattr(arguments, "lora_paths", None) or ()
-    found["adapters"] = [[str(one), of.model(str(getattr(one, "lora_path", one)), None)] for one in adapters]
+    # SGLang's key of an adapter that it loads at its start is made of its name and path only.
+    adapters = _adapters(getattr(arguments, "lora_paths", None))
+    found["adapters"] = [[name, path, of.model(path, None)] for name, path in adapters]
     return found
+
+
+def _adapters(given: Any) -> list[tuple[str, str]]:
+    """Name and path of the adapters of ``--lora-paths``, in each form that SGLang takes."""
+    if isinstance(given, Mapping):
+        return [(str(name), str(path)) for name, path in given.items()]
+    found = []
+    for one in given or ():
+        if isinstance(one, str):
+            name, separator, path = one.partition("=")
+            found.append((name, path if separator else name))
+        elif isinstance(one, Mapping):
+            found.append((str(one.get("lora_name")), str(one.get("lora_path"))))
+        else:
+            found.append((str(getattr(one, "lora_name", None)), str(getattr(one, "lora_path", None))))
+    return found
+
+
+def _resolved_kv_cache_dtype() -> str | None:
+    """The data type that SGLang has chosen, where the argument leaves it to the hardware."""
+    from sglang.srt.runtime_context import get_model
+
+    try:
+        return str(get_model().kv_cache_dtype)
+    except (ValueError, AttributeError):  # outside a server
+        return None
 
 
 class _Weights(NamedTuple):
@@ -143,7 +178,7 @@ def _values(arguments: Any, names: tuple[str, ...]) -> dict[str, Any]:
 def known_by_name(description: str) -> list[str]:
     """The models and adapters in a description that only a name identifies."""
     model = json.loads(description)["model"]
-    parts = [model.get("weights"), model.get("draft"), *(one for _, one in model.get("adapters", ()))]
+    parts = [model.get("weights"), model.get("draft"), *(one for *_, one in model.get("adapters", ()))]
     return [str(part["names"][0]) for part in parts if part and "names" in part]
 
 

@@ -18,7 +18,7 @@ _REFUSED = {
     "pin_memory": "the copies begin and end in SGLang's pools, which SGLang pins",
     "promotion_wait": "SGLang's --hicache-storage-prefetch-policy decides this",
     "early_prefetch": "SGLang prefetches by itself",
-    "lookup": "SGLang's threads for storage wait, never its scheduler",
+    "lookup": "SGLang waits on threads of its own",
     "cache_hit_threshold": _ENGINES,
     "client_fields": _ENGINES,
     "save": "SGLang's --hicache-write-policy decides this",

@@ -19,7 +19,7 @@ class Pool:
     """A host pool (``HostKVCache`` in ``sglang/srt/mem_cache/pool_host/base.py``) of one page size and layout."""
 
     def __init__(self, name: str, host_pool: Any) -> None:
-        """Raises ValueError for a pool whose pages have no bytes."""
+        """Raises ValueError or NotImplementedError for a pool whose pages cannot be had."""
         self.name = str(name)
         self.host_pool = host_pool
         self.page_tokens = int(getattr(host_pool, "page_size", 1) or 1)
@@ -27,19 +27,21 @@ class Pool:
         try:
             addresses, sizes = host_pool.get_page_buffer_meta(_indices(self.page_tokens))
             self.parts = tuple(map(int, sizes[: len(addresses)]))
-            self.is_direct = True
+            self.is_direct = _all_in(self.regions(), addresses, self.parts)
         except (NotImplementedError, AttributeError, ValueError, TypeError):
-            # Some pools and layouts give whole pages only (`get_data_page`).
+            self.is_direct = False
+        if not self.is_direct:
+            # Some pools and layouts give whole pages only.
             page = host_pool.get_data_page(0, flat=True)
             self.parts = (page.numel() * page.element_size(),)
-            self.is_direct = False
         if not sum(self.parts):
             raise ValueError(f"the pages of SGLang's pool {self.name} have no bytes")
 
     @property
-    def one_copy(self) -> bool:
-        """Whether the pages are the same on all ranks of a model with latent attention, which one rank writes."""
-        return self.name in ("kv", "indexer") or (self.name.startswith("deepseek_v4") and not self.is_trailing)
+    def is_same_on_ranks(self) -> bool:
+        """Whether the pages are the same on all ranks of a model with latent attention. SGLang saves all its pools but
+        states on one rank (``HybridCacheController.should_backup``). Keys and values by heads differ all the same."""
+        return self.name != "mamba" and not type(self.host_pool).__name__.startswith("MHA")
 
     def description(self) -> dict[str, Any]:
         """Everything of the pool on which the bytes of a page depend."""
@@ -71,9 +73,7 @@ class Pool:
         }
 
     def regions(self) -> list[tuple[int, int]]:
-        """Address and size of the pool's memory; empty for a pool that gives whole pages only."""
-        if not self.is_direct:
-            return []
+        """Address and size of the pool's memory."""
         buffers = getattr(self.host_pool, "get_hybrid_pool_buffer", None)
         found = list(buffers()) if buffers is not None else []
         own = getattr(self.host_pool, "kv_buffer", None)
@@ -110,6 +110,13 @@ def _indices(count: int) -> torch.Tensor:
     import torch
 
     return torch.arange(count)
+
+
+def _all_in(regions: list[tuple[int, int]], addresses: list[int], sizes: tuple[int, ...]) -> bool:
+    return all(
+        any(begin <= address and address + size <= begin + length for begin, length in regions)
+        for address, size in zip(addresses, sizes, strict=True)
+    )
 
 
 def _merged(spans: set[tuple[int, int]]) -> list[tuple[int, int]]:

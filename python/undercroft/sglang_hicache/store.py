@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,10 +20,6 @@ if TYPE_CHECKING:
     from undercroft._core import Engine
     from undercroft.sglang_hicache.pools import Pool
 
-_TIMEOUT_S = 5.0
-"""Longest wait of a load or save. Pages that are late are misses, or are not kept."""
-_FIND_TIMEOUT_S = 1.0
-"""Longest wait for an answer of a server or a remote store about pages."""
 _STAGED_BYTES = 64 << 20
 """Memory for pages of a pool that gives and takes whole pages only, or one page if it is larger."""
 
@@ -29,8 +27,9 @@ _STAGED_BYTES = 64 << 20
 class PoolStore:
     """The pages of one pool. All methods may be called from any thread."""
 
-    def __init__(self, engine: Engine, description: str, pool: Pool, key_tokens: int) -> None:
-        """``key_tokens``: tokens of a key. Raises ConfigError for pages that do not fit host memory."""
+    def __init__(self, engine: Engine, description: str, pool: Pool, key_tokens: int, *, owns_engine: bool) -> None:
+        """``key_tokens``: tokens of a key. ``owns_engine``: the engine is closed with the cache. Raises ConfigError for
+        pages that do not fit host memory."""
         self.pool = pool
         self.page_bytes = sum(pool.parts)
         self._tokens = key_tokens
@@ -39,60 +38,70 @@ class PoolStore:
         self._staging_lock = threading.Lock()
         # A page that needs none before it is like a state; a hit of several of them is asked for page by page.
         group = Group(pool.parts, kind="state" if pool.is_trailing else "full")
-        self.cache = Cache.of(engine, description, [group], key_tokens, owns_engine=False)
-        for region in pool.regions():
-            self.cache.add_region(region)
+        self._description = description
+        self.cache = Cache.of(engine, description, [group], key_tokens, owns_engine=owns_engine)
         self._staging: npt.NDArray[np.uint8] | None = None
-        if not pool.is_direct:
+        if pool.is_direct:
+            for region in pool.regions():
+                self.cache.add_region(region)
+        else:
             self._staging = np.empty((max(1, _STAGED_BYTES // self.page_bytes), self.page_bytes), np.uint8)
             self.cache.add_region(self._staging)
 
-    def make_private(self) -> None:
-        """Let no other process find the pages that are kept from now on."""
+    def stop_saves(self) -> None:
+        """Keep nothing more of the saves under way."""
         self.cache.give_up("weights")
-        self.cache.session.change_weights(None)
 
-    # Questions
+    def reset(self, until: float) -> bool:
+        """Drop all pages. Returns False if this is not durable by ``until`` (`time.monotonic`)."""
+        is_durable = self.cache.reset(_left(until))
+        # After a reset a session is private.
+        self.cache.session.change_weights(self._description)
+        return is_durable
 
-    def leading(self, prefix: list[str], keys: list[str]) -> int:
+    # Questions, with the time (`time.monotonic`) at which an answer is due
+
+    def leading(self, prefix: list[str], keys: list[str], until: float) -> int:
         """How many pages from the first key on can be loaded."""
-        chain, begin = _chain(prefix, keys), len(prefix) * self._tokens
-        end = self._located(chain, begin) if self._has_remote else self.cache.exists(chain, timeout_s=_FIND_TIMEOUT_S)
+        chain = _chain(prefix, keys)
+        end = self.cache.exists(chain, timeout_s=_left(until))
+        if self._has_remote and end < len(chain) * self._tokens:
+            end = max(end, self._located(chain, len(prefix) * self._tokens, until))
         return max(0, end // self._tokens - len(prefix))
 
-    def _located(self, chain: list[bytes], begin: int) -> int:
+    def _located(self, chain: list[bytes], begin: int, until: float) -> int:
         """Where a hit ends that may lie in a remote store. The question starts the reads."""
         name = next(self._names)
         try:
-            found = self.cache.find(name, chain, begin=begin, wait_s=_FIND_TIMEOUT_S)
-            if found.pending and self.cache.wait(name, _FIND_TIMEOUT_S):
-                found = self.cache.find(name, chain, begin=begin, wait_s=_FIND_TIMEOUT_S)
+            found = self.cache.find(name, chain, begin=begin, wait_s=_left(until))
+            if found.pending and self.cache.wait(name, _left(until)):
+                found = self.cache.find(name, chain, begin=begin, wait_s=_left(until))
             return 0 if found.pending else found.tokens
         finally:
             self.cache.forget(name)
 
-    def held(self, prefix: list[str], keys: list[str]) -> set[int]:
-        """The numbers of the keys whose pages can be loaded, for pages that need none before them."""
+    def held(self, prefix: list[str], keys: list[str], until: float) -> set[int]:
+        """The numbers of the keys whose pages can be loaded, for pages that need none before them: those that were
+        found in time, the last first."""
         chain, held = _chain(prefix, keys), set()
-        while len(chain) > len(prefix):
-            end = self.cache.exists(chain, timeout_s=_FIND_TIMEOUT_S) // self._tokens
+        while len(chain) > len(prefix) and time.monotonic() < until:
+            end = self.cache.exists(chain, timeout_s=_left(until)) // self._tokens
             if end <= len(prefix):
                 break
             held.add(end - 1 - len(prefix))
             del chain[end - 1 :]
         return held
 
-    # Loads and saves
+    # Loads and saves, with the time by which they have to end
 
-    def get(self, prefix: list[str], keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+    def get(self, prefix: list[str], keys: list[str], host_indices: torch.Tensor, until: float) -> list[bool]:
         """Load pages. Returns for each whether it is there."""
-        until = time.monotonic() + _TIMEOUT_S
         if self._staging is None:
             return self._load(_chain(prefix, keys), len(prefix), self.pool.addresses(host_indices), until)
         done: list[bool] = []
         pages = self.pool.pages(host_indices)
-        with self._staging_lock:
-            for at in range(0, len(keys), len(self._staging)):
+        with self._staged_until(until) as is_mine:
+            for at in range(0, len(keys) if is_mine else 0, len(self._staging)):
                 count = min(len(self._staging), len(keys) - at)
                 chain = _chain(prefix, keys[: at + count])
                 loaded = self._load(chain, len(prefix) + at, self._staged(count), until)
@@ -100,22 +109,31 @@ class PoolStore:
                     if ok:
                         self.pool.put(page, row)
                 done += loaded
-        return done
+        return done + [False] * (len(keys) - len(done))
 
-    def set(self, prefix: list[str], keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+    def set(self, prefix: list[str], keys: list[str], host_indices: torch.Tensor, until: float) -> list[bool]:
         """Keep pages. Returns for each whether it is kept."""
-        until = time.monotonic() + _TIMEOUT_S
         if self._staging is None:
             return self._save(_chain(prefix, keys), len(prefix), self.pool.addresses(host_indices), until)
         done: list[bool] = []
         pages = self.pool.pages(host_indices)
-        with self._staging_lock:
-            for at in range(0, len(keys), len(self._staging)):
+        with self._staged_until(until) as is_mine:
+            for at in range(0, len(keys) if is_mine else 0, len(self._staging)):
                 count = min(len(self._staging), len(keys) - at)
                 for row, page in zip(self._staging, pages[at : at + count], strict=False):
                     self.pool.take(page, row)
                 done += self._save(_chain(prefix, keys[: at + count]), len(prefix) + at, self._staged(count), until)
-        return done
+        return done + [False] * (len(keys) - len(done))
+
+    @contextlib.contextmanager
+    def _staged_until(self, until: float) -> Iterator[bool]:
+        """The memory for whole pages, which one call has at a time. Whether it could be had by then."""
+        is_mine = self._staging_lock.acquire(timeout=_left(until))
+        try:
+            yield is_mine
+        finally:
+            if is_mine:
+                self._staging_lock.release()
 
     def _staged(self, count: int) -> npt.NDArray[np.int64]:
         assert self._staging is not None
@@ -123,7 +141,7 @@ class PoolStore:
 
     def _save(self, chain: list[bytes], first: int, addresses: npt.NDArray[np.int64], until: float) -> list[bool]:
         numbers = np.arange(first, len(chain))
-        job = self.cache.save(chain, [Blocks(0, numbers, addresses)], timeout_s=max(0.0, until - time.monotonic()))
+        job = self.cache.save(chain, [Blocks(0, numbers, addresses)], timeout_s=_left(until))
         return [int(number) in job.done.get(0, ()) for number in numbers]
 
     def _load(self, chain: list[bytes], first: int, addresses: npt.NDArray[np.int64], until: float) -> list[bool]:
@@ -150,7 +168,7 @@ class PoolStore:
             chain,
             [Blocks(0, numbers, addresses)],
             begin=int(numbers[0]) * self._tokens,
-            timeout_s=max(0.0, until - time.monotonic()),
+            timeout_s=_left(until),
         )
         return [int(number) in job.done.get(0, ()) for number in numbers]
 
@@ -158,3 +176,8 @@ class PoolStore:
 def _chain(prefix: list[str], keys: list[str]) -> list[bytes]:
     """The hashes of pages: SGLang's keys are SHA-256 digests, hexadecimal, each of its page and all pages before it."""
     return [bytes.fromhex(key) for key in (*prefix, *keys)]
+
+
+def _left(until: float) -> float:
+    """Seconds until then."""
+    return max(0.0, until - time.monotonic())

@@ -71,15 +71,23 @@ def mamba(layout: str = "page_first") -> Any:
     return MambaPoolHost(info, 16.0, 0, device_capacity=4, pin_memory=False, layout=layout)
 
 
-POOLS = {
-    **{
-        f"mha {layout}": lambda layout=layout: mha(layout)
-        for layout in ("page_first", "page_first_direct", "layer_first")
-    },
-    **{
-        f"mla {layout}": lambda layout=layout: mla(layout)
-        for layout in ("page_first", "page_first_direct", "layer_first")
-    },
+def whole_pages(layout: str = "page_first") -> Any:
+    """A host pool that gives and takes whole pages only."""
+    pool = mha(layout)
+    pool.get_page_buffer_meta = no_addresses
+    return pool
+
+
+def no_addresses(_: Any) -> Any:
+    """The answer of such a pool."""
+    raise NotImplementedError("whole pages only")
+
+
+LAYOUTS = ("page_first", "page_first_direct", "layer_first")
+POOLS: dict[str, Any] = {
+    **{f"mha {layout}": lambda layout=layout: mha(layout) for layout in LAYOUTS},
+    **{f"mla {layout}": lambda layout=layout: mla(layout) for layout in LAYOUTS},
+    "whole pages": whole_pages,
 }
 
 

@@ -17,8 +17,10 @@ from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache import memory_pool, utils
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.server_args import ServerArgs
 
 from host_pools import LAYERS, PAGE, fill, mha, storage_config, wrong
+from undercroft.sglang_hicache import backend
 
 TOKENS = list(range(40 * PAGE))
 
@@ -36,6 +38,13 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ):
         yield torch.distributed.group.WORLD
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was started with the back end."""
+    arguments = ServerArgs(model_path="tiny", hicache_storage_backend="dynamic")
+    monkeypatch.setattr(backend, "_arguments", lambda: arguments)
 
 
 @pytest.fixture(autouse=True)

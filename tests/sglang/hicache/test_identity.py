@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.server_args import ServerArgs
 
-from host_pools import after, fill, keys, mha, mla, opened, storage_config, wipe, wrong
+from host_pools import after, fill, keys, mha, mla, opened, wipe, wrong
 from undercroft.sglang_hicache import UndercroftHiCache, backend, identity, weight_updates
 
 CHAIN = keys("a", 4)
@@ -117,20 +118,52 @@ def test_arguments_that_decide_kv_count(
         one.close()
 
 
-def test_an_adapter_counts_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda path: [path],
+        lambda path: [f"name={path}"],
+        lambda path: [{"lora_name": "name", "lora_path": path}],
+        lambda path: {"name": path},
+    ],
+)
+@pytest.mark.parametrize("model_id", ["", "named"])
+def test_an_adapter_counts_by_content(
+    model_id: str, form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool, base, adapter = mha(), model(tmp_path / "m", 1), tmp_path / "adapter"
     found = []
     for seed in (5, 5, 6):
-        if adapter.exists():
-            for path in adapter.iterdir():
-                path.unlink()
-            adapter.rmdir()
-        serving(monkeypatch, model_path=base, lora_paths=[model(adapter, seed)])
-        store = opened(tmp_path / "c", pool, model_id="")
+        shutil.rmtree(adapter, ignore_errors=True)
+        serving(monkeypatch, model_path=base, lora_paths=form(model(adapter, seed)))
+        store = opened(tmp_path / "c", pool, model_id=model_id)
         found.append(store.batch_exists(CHAIN, after()))
         kept(store, pool)
         store.close()
     assert found == [0, 4, 0]
+
+
+def test_a_draft_model_counts_beside_a_name_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, base, found = mha(), model(tmp_path / "m", 1), []
+    for number, seed in enumerate((5, 5, 6)):
+        draft = model(tmp_path / f"draft {number}", seed)
+        serving(monkeypatch, model_path=base, speculative_draft_model_path=draft)
+        store = opened(tmp_path / "c", pool, model_id="named")
+        found.append(store.batch_exists(CHAIN, after()))
+        kept(store, pool)
+        store.close()
+    assert found == [0, 4, 0]
+
+
+def test_layouts_that_a_variable_chooses_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = mha()
+    store = opened(tmp_path, pool)
+    kept(store, pool)
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    other = opened(tmp_path, pool)
+    assert other.batch_exists(CHAIN, after()) == 0
+    other.close()
+    store.close()
 
 
 def test_names_of_images_that_clients_choose_switch_it_off(
@@ -161,44 +194,61 @@ class Updater(WeightUpdater):
 
 
 @pytest.mark.parametrize("method", weight_updates._METHODS)
-def test_pages_after_a_change_of_weights_are_private(
-    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_from_a_change_of_weights_on_nothing_is_kept_or_loaded(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    monkeypatch.setattr(weight_updates, "_process", weight_updates._Process())
     pool, later = mha(), keys("later", 4)
     store, theirs = opened(tmp_path, pool), opened(tmp_path, pool)
     kept(store, pool)
-    assert theirs.batch_exists(CHAIN, after()) == 4
-    weight_updates._watchers.discard(theirs)
+    weight_updates._process.watchers.discard(theirs)
     for _ in range(2):
         with pytest.raises((TypeError, AttributeError)):
             getattr(Updater(), method)()
+        assert store.batch_exists(CHAIN, after()) == 0
+        assert store.batch_get_v1(CHAIN, wipe(pool, range(4)), after()) == [False] * 4
+        assert store.batch_set_v1(later, fill(pool, range(4), later), after()) == [False] * 4
     assert caplog.text.count("SGLang changes its weights") == 1
-    assert store.batch_exists(CHAIN, after()) == 0, "they are pages of other weights"
-    assert store.batch_set_v1(later, fill(pool, range(4), later), after()) == [True] * 4
-    assert store.batch_exists(later, after()) == 4
+    assert theirs.batch_exists(CHAIN, after()) == 4
     assert theirs.batch_exists(later, after()) == 0
     store.close()
+    attached_again = opened(tmp_path, pool)
+    assert attached_again.batch_exists(CHAIN, after()) == 0
+    assert "has changed its weights since it started" in caplog.text
+    attached_again.close()
     theirs.close()
-    again = opened(tmp_path, pool)
-    assert again.batch_exists(later, after()) == 0
-    assert again.batch_exists(CHAIN, after()) == 4
-    again.close()
+    monkeypatch.setattr(weight_updates, "_process", weight_updates._Process())
+    after_a_restart = opened(tmp_path, pool)
+    assert after_a_restart.batch_exists(CHAIN, after()) == 4
+    after_a_restart.close()
 
 
-def test_pools_that_come_after_a_change_of_weights_are_private(tmp_path: Path) -> None:
+def test_saves_that_run_when_the_weights_change_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_updates, "_process", weight_updates._Process())
     pool = mha()
-    store = UndercroftHiCache(storage_config(tmp_path), {})
-    store.weights_change()
-    store.register_mem_pool_host(pool)
-    kept(store, pool)
+    store = opened(tmp_path, pool)
+    given_up: list[str] = []
+    monkeypatch.setattr(store._stores["kv"].cache, "give_up", given_up.append)
+    with pytest.raises(TypeError):
+        Updater().update_weights_from_disk()
+    assert given_up == ["weights"]
     store.close()
-    again = opened(tmp_path, pool)
-    assert again.batch_exists(CHAIN, after()) == 0
-    again.close()
 
 
-def test_an_sglang_that_changes_weights_elsewhere_is_served_without(
+@pytest.mark.parametrize(("backend_at_the_start", "is_off"), [("dynamic", False), (None, True)])
+def test_a_server_that_ran_without_it_is_served_without_it(
+    backend_at_the_start: str | None, is_off: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_watched = type("WeightUpdater", (), dict.fromkeys(weight_updates._METHODS, lambda _: None))
+    monkeypatch.setattr("sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater", never_watched)
+    serving(monkeypatch, model_path="m", hicache_storage_backend=backend_at_the_start)
+    pool = mha()
+    store = opened(tmp_path, pool)
+    assert store.batch_set_v1(CHAIN, fill(pool, range(4), CHAIN), after()) == [not is_off] * 4
+    store.close()
+
+
+def test_an_sglang_that_changes_weights_elsewhere_is_served_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(weight_updates, "_METHODS", ("update_weights_by_telepathy",))

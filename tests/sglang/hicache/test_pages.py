@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from host_pools import PAGE, PAGES, POOLS, after, content, fill, indices, keys, mha, opened, storage_config, wipe, wrong
@@ -97,8 +99,6 @@ def flip(file: Path, like: torch.Tensor, key: str) -> None:
 def test_without_prefixes_nothing_is_kept_and_the_log_names_the_remedy_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
-
     pool, chain = mha(), keys("a", 4)
     store = opened(tmp_path, pool)
     for _ in range(3):
@@ -109,6 +109,29 @@ def test_without_prefixes_nothing_is_kept_and_the_log_names_the_remedy_once(
     assert len(lines) == 1
     assert '"hicache_storage_pass_prefix_keys": true' in lines[0]
     store.close()
+
+
+def test_an_empty_prefix_that_sglang_leaves_out_is_an_empty_prefix(tmp_path: Path) -> None:
+    pool, chain = mha(), keys("a", 4)
+    store = opened(tmp_path, pool)
+    store.batch_set_v1(chain, fill(pool, range(4), chain), after())
+    assert store.batch_get_v1(chain, wipe(pool, range(8, 12)), HiCacheStorageExtraInfo()) == [True] * 4
+    assert wrong(pool, range(8, 12), chain) == []
+    store.close()
+
+
+def test_a_pool_whose_memory_cannot_be_used_ends_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nothing = SimpleNamespace(
+        page_size=PAGE, get_page_buffer_meta=lambda _: None, get_data_page=lambda *_, **__: torch.empty(0)
+    )
+    pool, chain = mha(), keys("a", 4)
+    for first, second in ((nothing, pool), (pool, nothing)):
+        store = opened(tmp_path, first)
+        store.register_mem_host_pool_v2(second, "swa")
+        kept = store.batch_set_v1(chain, fill(pool, range(4), chain), after())
+        assert kept == [first is pool] * 4
+        store.close()
+    assert caplog.text.count("whose memory it cannot use") == 2
 
 
 def test_places_that_do_not_fit_the_keys_are_left_alone(tmp_path: Path) -> None:
@@ -128,6 +151,11 @@ def test_clear_drops_everything_also_after_a_restart(tmp_path: Path) -> None:
     store.close()
     store = opened(tmp_path, pool)
     assert store.batch_exists(chain, after()) == 0
+    store.clear()
+    assert store.batch_set_v1(chain, fill(pool, range(8), chain), after()) == [True] * 8
+    store.close()
+    store = opened(tmp_path, pool)
+    assert store.batch_exists(chain, after()) == 8, "pages that came after it are kept as before"
     store.close()
 
 

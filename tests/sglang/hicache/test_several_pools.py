@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
-from host_pools import after, fill, indices, keys, mamba, mha, opened, wipe, wrong
+from host_pools import after, fill, indices, keys, mamba, mha, mla, opened, wipe, wrong
+from serve_process import ServeProcess
 from undercroft.sglang_hicache import UndercroftHiCache
 
 CHAIN = keys("a", 12)
@@ -18,14 +20,14 @@ TRAILING = PoolHitPolicy.TRAILING_PAGES
 class Hybrid:
     """A back end with pools of keys and values, states, a window and an index."""
 
-    def __init__(self, disk: Path, layout: str = "page_first") -> None:
+    def __init__(self, disk: Path, layout: str = "page_first", **options: Any) -> None:
         self.pools: dict[Any, Any] = {
             PoolName.KV: mha(layout),
             PoolName.MAMBA: mamba("page_first" if layout == "layer_first" else layout),
             PoolName.SWA: mha(layout, heads=1),
             PoolName.INDEXER: mha(layout, heads=1),
         }
-        self.store: UndercroftHiCache = opened(disk, self.pools[PoolName.KV])
+        self.store: UndercroftHiCache = opened(disk, self.pools[PoolName.KV], **options)
         for name, pool in self.pools.items():
             self.store.register_mem_host_pool_v2(pool, name)
         self.store.on_host_pools_registered()
@@ -109,6 +111,18 @@ def test_pools_limit_a_hit_together(tmp_path: Path) -> None:
     one.store.close()
 
 
+def test_all_pools_lie_on_a_server(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "s") as server:
+        one = Hybrid(tmp_path, server=f"unix://{server.socket}")
+        end = time.monotonic() + 60
+        for name in one.pools:
+            while not all(one.keep(name, CHAIN, [])):
+                assert time.monotonic() < end, name
+        for name in one.pools:
+            assert one.got(name, CHAIN, []) == [True] * 12, name
+        one.store.close()
+
+
 def test_a_pool_that_was_never_registered_has_nothing(tmp_path: Path) -> None:
     one = Hybrid(tmp_path)
     one.keep(PoolName.KV, CHAIN, [])
@@ -118,3 +132,30 @@ def test_a_pool_that_was_never_registered_has_nothing(tmp_path: Path) -> None:
     assert one.store.batch_get_v2([transfer], after()) == {PoolName.DRAFT: [False] * 2}
     assert one.store.batch_set_v2([transfer], after()) == {PoolName.DRAFT: [False] * 2}
     one.store.close()
+
+
+def test_a_window_that_a_pool_needs_whole_ends_at_its_first_hole(tmp_path: Path) -> None:
+    one = Hybrid(tmp_path)
+    one.keep(PoolName.KV, CHAIN, [])
+    one.keep(PoolName.SWA, CHAIN[:3], [])
+    one.keep(PoolName.SWA, CHAIN[8:], CHAIN[:8])
+    assert one.exists(PoolTransfer(PoolName.SWA)).restorable_prefix_pages == [1, 2, 3]
+    one.store.close()
+
+
+def test_ranks_of_latent_attention_share_all_pools_but_states_and_heads(tmp_path: Path) -> None:
+    pools = {PoolName.DRAFT: mla(), PoolName.SWA: mla(), PoolName.MAMBA: mamba(), PoolName.DRAFT_SWA: mha()}
+    stores = []
+    for rank in range(2):
+        store = opened(tmp_path, mla(), is_mla_model=True, tp_rank=rank, tp_size=2)
+        for name, pool in pools.items():
+            store.register_mem_host_pool_v2(pool, name)
+        stores.append(store)
+    for name, pool in pools.items():
+        where = fill(pool, range(2), CHAIN[:2])
+        transfer = PoolTransfer(name, host_indices=where, keys=CHAIN[:2])
+        assert stores[0].batch_set_v2([transfer], after()) == {name: [True] * 2}
+        shared = name in (PoolName.DRAFT, PoolName.SWA)
+        assert stores[1].batch_get_v2([transfer], after()) == {name: [shared] * 2}, name
+    for store in stores:
+        store.close()
