@@ -7,9 +7,7 @@ operators and for sleep mode's memory are kept under ~/.cache/undercroft (175 MB
 from __future__ import annotations
 
 import argparse
-import fcntl
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -34,19 +32,15 @@ def unpacked(version: str) -> Path:
 
     Fetches the wheel at the first call. Raises CalledProcessError if pip cannot fetch it, and OSError.
     """
-    root = overlay.cache_root()
-    root.mkdir(parents=True, exist_ok=True)
-    target = root / f"vllm-cuda-{version}"
-    with Path(root, f"{target.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            with tempfile.TemporaryDirectory(dir=root) as scratch:
-                wheel = overlay.download(version, Path(scratch, "wheel"), "tests on the fake CUDA")
-                new = Path(scratch, "new")
-                with zipfile.ZipFile(wheel) as archive:
-                    archive.extractall(new, filter(_is_kept, archive.namelist()))
-                new.rename(target)
-    return target
+    return overlay.kept(f"vllm-cuda-{version}", lambda scratch: _unpack(version, scratch))
+
+
+def _unpack(version: str, scratch: Path) -> Path:
+    wheel = overlay.download(version, scratch / "wheel", "tests on the fake CUDA")
+    new = scratch / "new"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(new, filter(_is_kept, archive.namelist()))
+    return new
 
 
 def _is_kept(name: str) -> bool:

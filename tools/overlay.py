@@ -7,6 +7,7 @@ how that version performs. Prints the folder to put first on PYTHONPATH; made on
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -14,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
-COMPLETE = ".complete"
 MISSING = ("orjson",)
 """Packages that the servers of later versions import and the installed vLLM does not bring."""
 
@@ -26,10 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("version", help="such as 0.33.0")
     version = parser.parse_args().version
-    target = cache_root() / f"vllm-{version}-on-{installed_version()}"
-    if not (target / COMPLETE).exists():
-        make(version, target)
-    print(target)
+    print(kept(f"vllm-{version}-on-{installed_version()}", lambda scratch: make(version, scratch)))
     return 0
 
 
@@ -77,23 +75,33 @@ def download(version: str, target: Path, purpose: str) -> Path:
     return wheel
 
 
-def make(version: str, target: Path) -> None:
-    """Put the overlay together next to its final place, and move it there once it is whole."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        new = Path(scratch, "overlay")
-        wheel = download(version, Path(scratch, "wheel"), "its Python files")
-        shutil.copytree(
-            installed_package(), new / "vllm", ignore=shutil.ignore_patterns("*.py", "__pycache__"), symlinks=True
-        )
-        with zipfile.ZipFile(wheel) as archive:
-            members = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]
-            archive.extractall(new, members)
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(new)]
-        subprocess.run([*command, *MISSING], check=True)
-        (new / COMPLETE).touch()
-        shutil.rmtree(target, ignore_errors=True)
-        new.rename(target)
+def kept(name: str, make: Callable[[Path], Path]) -> Path:
+    """The folder ``name`` in `cache_root`. At the first call ``make`` makes it: it gets an empty folder on the same
+    filesystem, and returns the folder in it that is kept. Raises whatever ``make`` raises."""
+    root = cache_root()
+    root.mkdir(parents=True, exist_ok=True)
+    target = root / name
+    with Path(root, f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=root) as scratch:
+                make(Path(scratch)).rename(target)
+    return target
+
+
+def make(version: str, scratch: Path) -> Path:
+    """Put the overlay together in a scratch folder."""
+    new = scratch / "overlay"
+    wheel = download(version, scratch / "wheel", "its Python files")
+    shutil.copytree(
+        installed_package(), new / "vllm", ignore=shutil.ignore_patterns("*.py", "__pycache__"), symlinks=True
+    )
+    with zipfile.ZipFile(wheel) as archive:
+        members = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]
+        archive.extractall(new, members)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(new)]
+    subprocess.run([*command, *MISSING], check=True)
+    return new
 
 
 if __name__ == "__main__":

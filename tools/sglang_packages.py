@@ -5,10 +5,8 @@ Prints the folder to put on PYTHONPATH. The wheels (40 MB) are fetched once and 
 
 from __future__ import annotations
 
-import fcntl
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import overlay
@@ -36,20 +34,15 @@ def unpacked() -> Path:
 
     Fetches the packages at the first call. Raises CalledProcessError if pip cannot fetch them, and OSError.
     """
-    root = overlay.cache_root()
-    root.mkdir(parents=True, exist_ok=True)
-    target = root / f"sglang-{VERSION}"
-    with Path(root, f"{target.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            print(f"Downloading SGLang {VERSION} (40 MB), for its tests", file=sys.stderr)
-            with tempfile.TemporaryDirectory(dir=root) as scratch:
-                new = Path(scratch, "new")
-                command = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "2", "--no-deps"]
-                command += ["--only-binary", ":all:", "--target", str(new)]
-                subprocess.run([*command, *PACKAGES], check=True)
-                new.rename(target)
-    return target
+    return overlay.kept(f"sglang-{VERSION}", _install)
+
+
+def _install(scratch: Path) -> Path:
+    print(f"Downloading SGLang {VERSION} (40 MB), for its tests", file=sys.stderr)
+    new = scratch / "new"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "2", "--no-deps"]
+    subprocess.run([*command, "--only-binary", ":all:", "--target", str(new), *PACKAGES], check=True)
+    return new
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import tempfile
 from pathlib import Path
 
 import overlay
@@ -97,32 +96,28 @@ def main() -> int:
 
 def fetch(version: str) -> Path:
     """The folder with vLLM's `tests`, made once."""
-    target = overlay.cache_root() / f"vllm-tests-{version}"
-    if (target / overlay.COMPLETE).exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        new = Path(scratch, "suite")
-        needs, tests = Path(scratch, "needs"), new / "needs"
-        install(needs, BUILD_NEEDS)
-        print(f"Downloading the source package of vllm {version} (45 MB), for its tests", file=sys.stderr)
-        variables = {"PYTHONPATH": str(needs), "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
-        command += ["--no-binary", "vllm", "--dest", scratch, f"vllm=={version}"]
-        subprocess.run(command, check=True, env=os.environ | variables)
-        with tarfile.open(Path(scratch, f"vllm-{version}.tar.gz")) as package:
-            top = f"vllm-{version}/"
-            members = [one for one in package.getmembers() if one.name.startswith(f"{top}tests/")]
-            for one in members:
-                one.name = one.name.removeprefix(top)
-            package.extractall(new, members, filter="data")
-        install(tests, TEST_NEEDS)
-        model = new / "facebook/opt-125m"
-        model.mkdir(parents=True)
-        (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-        (new / overlay.COMPLETE).touch()
-        new.rename(target)
-    return target
+    return overlay.kept(f"vllm-tests-{version}", lambda scratch: _tests(version, scratch))
+
+
+def _tests(version: str, scratch: Path) -> Path:
+    new, needs = scratch / "suite", scratch / "needs"
+    install(needs, BUILD_NEEDS)
+    print(f"Downloading the source package of vllm {version} (45 MB), for its tests", file=sys.stderr)
+    variables = {"PYTHONPATH": str(needs), "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
+    command += ["--no-binary", "vllm", "--dest", str(scratch), f"vllm=={version}"]
+    subprocess.run(command, check=True, env=os.environ | variables)
+    with tarfile.open(scratch / f"vllm-{version}.tar.gz") as package:
+        top = f"vllm-{version}/"
+        members = [one for one in package.getmembers() if one.name.startswith(f"{top}tests/")]
+        for one in members:
+            one.name = one.name.removeprefix(top)
+        package.extractall(new, members, filter="data")
+    install(new / "needs", TEST_NEEDS)
+    model = new / "facebook/opt-125m"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    return new
 
 
 def install(target: Path, packages: tuple[str, ...]) -> None:
