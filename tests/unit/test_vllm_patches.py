@@ -54,17 +54,14 @@ OFFLOAD = "vllm.v1.kv_offload.base"
 OFFLOADING_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 MAY_IMPORT_VLLM = {
     "registration.py": {("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory")},
-    "vllm_tier/events.py": {
-        *((OFFLOAD, name) for name in ("Locality", "Medium", "OffloadKey", "OffloadingEvent")),
-    },
+    "vllm_tier/events.py": {(OFFLOAD, one) for one in ("Locality", "Medium", "OffloadKey", "OffloadingEvent")},
     "vllm_tier/identity.py": {(f"{OFFLOADING_CONNECTOR}.canonical_mapping", "canonical_format_id")},
     "vllm_tier/stats.py": {
         (f"{OFFLOADING_CONNECTOR}.metrics", "OffloadingConnectorStats"),
         *((OFFLOAD, f"Offloading{name}Metadata") for name in ("Counter", "Gauge", "Metric")),
     },
     "vllm_tier/tier.py": {
-        *((OFFLOAD, name) for name in ("LookupResult", "Medium", "OffloadKey", "ReqContext")),
-        (OFFLOAD, "RequestOffloadingContext"),
+        *((OFFLOAD, one) for one in ("LookupResult", "Medium", "OffloadKey", "ReqContext", "RequestOffloadingContext")),
         *(("vllm.v1.kv_offload.tiering.base", name) for name in ("JobResult", "SecondaryTierManager")),
     },
     "connector/schemes.py": {
@@ -544,8 +541,8 @@ def test_only_compat_and_the_patches_import_vllm() -> None:
 def test_only_the_patches_change_objects_of_vllm() -> None:
     wrong = []
     for path, tree in package_files().items():
-        if path.startswith("vllm_patches/") or path == "sglang_hicache/weight_updates.py":
-            continue  # the latter wraps methods of SGLang
+        if path.startswith(("vllm_patches/", "sglang_hicache/weight_updates.py")):  # the latter wraps SGLang's methods
+            continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
                 wrong.append(f"{path}:{node.lineno} {ast.unparse(node)}")

@@ -11,6 +11,5 @@ from __future__ import annotations
 
 from undercroft.embed.blocks import Blocks, Group, Job, chain
 from undercroft.embed.cache import EMBED_OPTIONS, Cache
-from undercroft.embed.memory import with_small_memory
 
-__all__ = ["EMBED_OPTIONS", "Blocks", "Cache", "Group", "Job", "chain", "with_small_memory"]
+__all__ = ["EMBED_OPTIONS", "Blocks", "Cache", "Group", "Job", "chain"]

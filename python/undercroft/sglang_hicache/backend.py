@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from undercroft.connector.weights import Digests, digests_file
-from undercroft.embed import with_small_memory
+from undercroft.embed.memory import with_small_memory
 from undercroft.engine import open_engine, start_line
 from undercroft.errors import UndercroftError
 from undercroft.log import LogOnce, logger
@@ -151,11 +151,13 @@ class UndercroftHiCache(HiCacheStorage):
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Load pages into the KV pool. Returns for each whether it is there."""
-        return self._get(PoolName.KV, keys, host_indices, extra_info, time.monotonic() + _TIMEOUT_S)
+        until = time.monotonic() + _TIMEOUT_S
+        return self._move(PoolName.KV, keys, host_indices, extra_info, until, is_load=True)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Keep pages of the KV pool. Returns for each whether it is kept."""
-        return self._set(PoolName.KV, keys, host_indices, extra_info, time.monotonic() + _TIMEOUT_S)
+        until = time.monotonic() + _TIMEOUT_S
+        return self._move(PoolName.KV, keys, host_indices, extra_info, until, is_load=False)
 
     # Pages of several pools
 
@@ -187,32 +189,30 @@ class UndercroftHiCache(HiCacheStorage):
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Load pages into other pools."""
-        until = time.monotonic() + _TIMEOUT_S
-        return {one.name: self._get(one.name, one.keys or [], one.host_indices, extra_info, until) for one in transfers}
+        return self._move_several(transfers, extra_info, is_load=True)
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Keep pages of other pools."""
+        return self._move_several(transfers, extra_info, is_load=False)
+
+    def _move_several(self, transfers: list[Any], extra_info: Any, *, is_load: bool) -> dict[str, list[bool]]:
         until = time.monotonic() + _TIMEOUT_S
-        return {one.name: self._set(one.name, one.keys or [], one.host_indices, extra_info, until) for one in transfers}
+        return {
+            one.name: self._move(one.name, one.keys or [], one.host_indices, extra_info, until, is_load=is_load)
+            for one in transfers
+        }
 
-    def _get(self, name: Any, keys: list[str], host_indices: Any, extra_info: Any, until: float) -> list[bool]:
+    def _move(
+        self, name: Any, keys: list[str], host_indices: Any, extra_info: Any, until: float, *, is_load: bool
+    ) -> list[bool]:
         found = self._placed(name, keys, host_indices, extra_info)
         if found is None:
             return [False] * len(keys)
         store, prefix = found
         began = time.monotonic()
-        done = store.get(prefix, keys, host_indices, until)
-        self._stats.loaded(sum(done), store.page_bytes, time.monotonic() - began)
-        return done
-
-    def _set(self, name: Any, keys: list[str], host_indices: Any, extra_info: Any, until: float) -> list[bool]:
-        found = self._placed(name, keys, host_indices, extra_info)
-        if found is None:
-            return [False] * len(keys)
-        store, prefix = found
-        began = time.monotonic()
-        done = store.set(prefix, keys, host_indices, until)
-        self._stats.saved(sum(done), store.page_bytes, time.monotonic() - began)
+        done = (store.get if is_load else store.set)(prefix, keys, host_indices, until)
+        pages = sum(done)
+        self._stats.note(pages, pages * store.page_bytes, time.monotonic() - began, is_load=is_load)
         return done
 
     def _placed(
@@ -252,7 +252,10 @@ class UndercroftHiCache(HiCacheStorage):
         until = time.monotonic() + _TIMEOUT_S
         are_durable = [store.reset(until) for store in self._open_stores()]
         if not all(are_durable):
-            logger.warning("undercroft: not all pages are cleared durably yet; a restart may find some of them")
+            logger.warning(
+                "undercroft: not all pages are cleared durably yet, and a restart may find some of them. Until then "
+                "pages are kept for this process only."
+            )
 
     def get_stats(self) -> Any:
         """The loads and saves since the last call, as SGLang's ``StorageMetrics``."""
@@ -274,23 +277,11 @@ class UndercroftHiCache(HiCacheStorage):
         """Whether a page without a prefix can be loaded."""
         return self.batch_exists([key]) == 1
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+    def _not_available(self, *_: Any, **__: Any) -> Any:
         """Not available: see `options.parse`."""
-        raise NotImplementedError("undercroft: SGLang's option interface_v1 is 1, so it calls batch_get_v1")
+        raise NotImplementedError("undercroft: interface_v1 is 1, so SGLang calls batch_get_v1 and batch_set_v1")
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Not available: see `options.parse`."""
-        raise NotImplementedError("undercroft: SGLang's option interface_v1 is 1, so it calls batch_set_v1")
-
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
-        """Not available: see `options.parse`."""
-        raise NotImplementedError("undercroft: SGLang's option interface_v1 is 1, so it calls batch_get_v1")
-
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        """Not available: see `options.parse`."""
-        raise NotImplementedError("undercroft: SGLang's option interface_v1 is 1, so it calls batch_set_v1")
+    get = set = batch_get = batch_set = _not_available
 
 
 def _ends(held: set[int], found: int, count: int) -> set[int]:

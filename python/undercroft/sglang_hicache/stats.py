@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+_CALLS_MAX = 10_000
+"""Most calls that wait for SGLang to ask."""
+
 
 class Stats:
     """Loads and saves since SGLang has last asked. Bandwidths are in GB/s, as in SGLang's own back ends."""
@@ -14,19 +17,13 @@ class Stats:
         self._loads: list[tuple[int, float]] = []
         self._saves: list[tuple[int, float]] = []
 
-    def loaded(self, pages: int, page_bytes: int, seconds: float) -> None:
-        """A call has loaded so many pages."""
-        self._note(self._loads, pages, page_bytes, seconds)
-
-    def saved(self, pages: int, page_bytes: int, seconds: float) -> None:
-        """A call has kept so many pages."""
-        self._note(self._saves, pages, page_bytes, seconds)
-
-    def _note(self, calls: list[tuple[int, float]], pages: int, page_bytes: int, seconds: float) -> None:
+    def note(self, pages: int, size: int, seconds: float, *, is_load: bool) -> None:
+        """A call has loaded or kept so many pages, of ``size`` bytes together."""
         with self._lock:
+            calls = self._loads if is_load else self._saves
             # Without metrics SGLang never asks.
             del calls[:-_CALLS_MAX]
-            calls.append((pages, pages * page_bytes / 1e9 / max(seconds, 1e-9)))
+            calls.append((pages, size / 1e9 / max(seconds, 1e-9)))
 
     def take(self) -> Any:
         """SGLang's ``StorageMetrics`` of these calls, which are forgotten."""
@@ -41,6 +38,3 @@ class Stats:
             prefetch_bandwidth=[speed for _, speed in loads],
             backup_bandwidth=[speed for _, speed in saves],
         )
-
-
-_CALLS_MAX = 10_000

@@ -55,8 +55,9 @@ class PoolStore:
     def reset(self, until: float) -> bool:
         """Drop all pages. Returns False if this is not durable by ``until`` (`time.monotonic`)."""
         is_durable = self.cache.reset(_left(until))
-        # After a reset a session is private.
-        self.cache.session.change_weights(self._description)
+        if is_durable:
+            # After a reset a session is private, but the weights are the same.
+            self.cache.session.change_weights(self._description)
         return is_durable
 
     # Questions, with the time (`time.monotonic`) at which an answer is due

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from undercroft.config import UndercroftConfig
-from undercroft.embed import EMBED_OPTIONS, with_small_memory
+from undercroft.embed import EMBED_OPTIONS
+from undercroft.embed.memory import with_small_memory
 from undercroft.errors import ConfigError
 
 CONNECTOR = "OffloadingConnector"

@@ -24,43 +24,30 @@ PAGES = 64
 LAYERS = 2
 
 
+def _host(pages: int) -> dict[str, Any]:
+    """Arguments of a host pool of so many pages."""
+    return {
+        "pin_memory": False,
+        "device": "cpu",
+        "device_capacity_tokens": PAGE * 4,
+        "start_layer": 0,
+        "end_layer": LAYERS,
+        "host_token_capacity": PAGE * pages,
+    }
+
+
 def mha(layout: str = "page_first", heads: int = 2, dtype: torch.dtype = torch.bfloat16, pages: int = PAGES) -> Any:
     """A host pool of keys and values."""
     device = memory_pool.MHATokenToKVPool(PAGE * 4, PAGE, dtype, heads, 32, LAYERS, "cpu", False)
     [info] = device.get_device_pool_infos()
-    return MHATokenToKVPoolHost(
-        info.buffer_info,
-        0.0,
-        0,
-        PAGE,
-        layout,
-        pin_memory=False,
-        device="cpu",
-        device_capacity_tokens=PAGE * 4,
-        start_layer=0,
-        end_layer=LAYERS,
-        host_token_capacity=PAGE * pages,
-    )
+    return MHATokenToKVPoolHost(info.buffer_info, 0.0, 0, PAGE, layout, **_host(pages))
 
 
 def mla(layout: str = "page_first") -> Any:
     """A host pool of latent attention."""
     device = memory_pool.MLATokenToKVPool(PAGE * 4, PAGE, torch.bfloat16, 48, 16, LAYERS, "cpu", False)
     [info] = device.get_device_pool_infos()
-    return MLATokenToKVPoolHost(
-        info.buffer_info,
-        0.0,
-        0,
-        PAGE,
-        layout,
-        pin_memory=False,
-        device="cpu",
-        device_capacity_tokens=PAGE * 4,
-        start_layer=0,
-        end_layer=LAYERS,
-        target_layer_num=LAYERS,
-        host_token_capacity=PAGE * PAGES,
-    )
+    return MLATokenToKVPoolHost(info.buffer_info, 0.0, 0, PAGE, layout, target_layer_num=LAYERS, **_host(PAGES))
 
 
 def mamba(layout: str = "page_first") -> Any:

@@ -159,6 +159,21 @@ def test_clear_drops_everything_also_after_a_restart(tmp_path: Path) -> None:
     store.close()
 
 
+def test_after_a_clear_that_is_not_durable_pages_are_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pool, chain = mha(), keys("a", 4)
+    store, other = opened(tmp_path, pool), opened(tmp_path, pool)
+    cache = store._stores["kv"].cache
+    reset = cache.reset
+    cache.reset = lambda timeout_s: not reset(timeout_s)
+    store.clear()
+    assert "not all pages are cleared durably" in caplog.text
+    assert store.batch_set_v1(chain, fill(pool, range(4), chain), after()) == [True] * 4
+    assert store.batch_exists(chain, after()) == 4
+    assert other.batch_exists(chain, after()) == 0
+    other.close()
+    store.close()
+
+
 def test_close_may_be_called_twice_and_calls_after_it_are_misses(tmp_path: Path) -> None:
     pool, chain = mha(), keys("a", 4)
     store = opened(tmp_path, pool)
