@@ -212,7 +212,12 @@ def result_of(output: str) -> dict[str, Any]:
     entries = re.findall(r"^ +(\S.*?) +\d+ entries: median +([\d.]+) us.*insertion +([\d.]+)$", output, re.MULTILINE)
     if entries:
         return {name: {"median_us": float(median), "longest_scaled_us": float(most)} for name, median, most in entries}
-    return json.loads(output[output.index("{") :])
+    # vLLM's log lines, which may be in the output too, have braces as well, but do not begin with one.
+    begin = re.search(r"^\{", output, re.MULTILINE)
+    if begin is None:
+        raise CompareError(f"a benchmark printed no JSON object: {output.strip()[-500:]}")
+    result, _ = json.JSONDecoder().raw_decode(output, begin.start())
+    return result
 
 
 def run(tree: Path, name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import compare as tool
 import pytest
-from compare import BENCHES, PROGRAMS, command_of, compare, figures, parser, result_of, table
+from compare import BENCHES, PROGRAMS, CompareError, command_of, compare, figures, parser, result_of, table
 
 from undercroft.cli.main import build_parser
 
@@ -93,6 +93,9 @@ def test_a_program_of_this_checkout_runs_with_the_python_of_each_version() -> No
 
 def test_output_is_json_or_the_table_of_entries() -> None:
     assert result_of('a line\n{"us": 1.5}') == {"us": 1.5}
+    assert result_of('INFO options {"mode": 0}\n{\n "us": 1.5\n}\nINFO {}') == {"us": 1.5}
+    with pytest.raises(CompareError, match="no JSON object: INFO"):
+        result_of('INFO options {"mode": 0}')
     table = (
         "1048576 blocks; an insertion into a map of as many keys takes 98 ns\n"
         "  loads of 64 blocks 8192 entries: median 3.1 us, 99.9 % 9.0, longest 21.5; at 100 ns an insertion 21.9\n"
