@@ -149,9 +149,9 @@ impl SharedEngine {
         work: impl FnOnce(&mut Engine) -> R,
     ) -> R {
         let result = work(&mut state.engine);
+        let progress = state.engine.end_entry();
         let wake = state.waits && state.engine.wake() >= Due::Start;
         state.waits &= !wake;
-        let progress = state.engine.take_progress();
         drop(state);
         if progress {
             self.progress.notify_all();
@@ -300,6 +300,9 @@ impl EngineAccess for Driver {
             let mut state = self.shared.lock()?;
             loop {
                 let is_done = done(&mut state.engine);
+                if state.engine.end_entry() {
+                    self.shared.progress.notify_all();
+                }
                 if state.waits && state.engine.wake() >= Due::Start {
                     state.waits = false;
                     self.shared.waker.wake();
@@ -365,7 +368,7 @@ fn run(shared: &SharedEngine, io: Box<dyn IoEngine>) {
         };
         state.engine.turn(room, &mut thread.started);
         // Promotions may have ended without a completion.
-        progress |= state.engine.take_progress();
+        progress |= state.engine.end_entry();
         let wake = state.engine.wake();
         thread.reads_in_flight = state.engine.operations().reads;
         state.waits = true;

@@ -33,6 +33,7 @@ impl SharedEngine {
         let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
         Work::take();
         let result = work(&mut engine);
+        engine.end_entry();
         let done = Work::take();
         let mut most = self.most.lock().unwrap_or_else(PoisonError::into_inner);
         if done.units() > most.units() {

@@ -191,7 +191,7 @@ impl Engine {
     /// The last tick that was over `seconds` ago. Blocks used after it are too young to be cleared.
     fn tick_before(&self, seconds: u32) -> Option<u64> {
         let at_s = self.unix_s().checked_sub(seconds)?;
-        self.residency.ages.last_by(at_s)
+        self.ages.last_by(at_s)
     }
 
     /// The progress of the last order.

@@ -8,9 +8,12 @@ use crate::key::NamespaceDigest;
 use crate::metrics::{Counters, Gauges, Order};
 use crate::session::{GiveUp, SessionSpec};
 
+use super::ages::Ages;
+use super::changes::Change;
 use super::checksums::Checksums;
 use super::clear::Clearing;
 use super::config::EngineConfig;
+use super::events::Feeds;
 use super::explain::LastLookups;
 use super::hints::Hints;
 use super::ids::{RequestId, SessionId, TransferKey};
@@ -43,6 +46,10 @@ pub struct Engine {
     pub(super) operations: Operations,
     pub(super) planner: Planner,
     pub(super) lookups: LastLookups,
+    /// The sessions that get events.
+    pub(super) feeds: Feeds,
+    /// The times of the ticks.
+    pub(super) ages: Ages,
     pub(super) pins: Pins,
     pub(super) hints: Hints,
     /// `None` without a remote store.
@@ -52,7 +59,7 @@ pub struct Engine {
     pub(super) clearing: Clearing,
     /// No save and no promotion begins.
     pub(super) draining: bool,
-    /// The health of a directory has changed since the last call of [`Engine::take_progress`].
+    /// The health of a directory has changed since the last call of [`Engine::end_entry`].
     pub(super) health_changed: bool,
     /// Writes of payloads have started since late records or erasures started: now these go first.
     pub(super) payloads_went: bool,
@@ -69,6 +76,7 @@ macro_rules! parts {
             operations: &mut $engine.operations,
             checksums: &mut $engine.checksums,
             rates: &mut $engine.planner.rates,
+            ages: &$engine.ages,
             counters: &mut $engine.counters,
             now_ns: $engine.now_ns,
         }
@@ -89,7 +97,9 @@ impl Engine {
             sessions: Sessions::default(),
             operations: Operations::default(),
             planner: Planner::new(config.load_margin, config.seed),
-            lookups: LastLookups::new(config.explained_lookups),
+            lookups: LastLookups::new(config.explained_lookups, config.departures),
+            feeds: Feeds::new(config.event_ring),
+            ages: Ages::new(config.disk_ttl_s),
             pins: Pins::new(config.pin_bytes),
             hints: Hints::default(),
             remote: None,
@@ -105,10 +115,35 @@ impl Engine {
 
     /// Sets the time, in nanoseconds since the engine's start. A time before the last one is ignored.
     pub fn set_now(&mut self, now_ns: u64) {
+        // Earlier changes have the time before.
+        self.tell_listeners();
         self.now_ns = self.now_ns.max(now_ns);
-        self.residency.departures.set_now(self.now_ns);
+        self.lookups.departures.set_now(self.now_ns);
         let tick = self.residency.tick();
-        self.residency.ages.note(tick, self.unix_s());
+        let now_s = self.unix_s();
+        self.ages.note(tick, now_s);
+    }
+
+    /// Tells the listeners of the changes since the last call. Called at the end of each entry, and within entries that
+    /// may change much.
+    pub(super) fn tell_listeners(&mut self) {
+        if self.residency.changes.is_empty() {
+            return;
+        }
+        self.residency.changes.drain(|change| match change {
+            Change::Payload { ns, node, event } => self.feeds.note(ns, node, event),
+            Change::Remote {
+                digest,
+                number,
+                event,
+            } => self.feeds.note_remote(&digest, number, event),
+            Change::Departure {
+                ns,
+                hash,
+                tier,
+                evicted,
+            } => self.lookups.departures.note(ns, &hash, tier, evicted),
+        });
     }
 
     /// Sets how many IO operations each device can have in flight ([`IoEngine::depth`]). Reads take only a part of this
@@ -119,9 +154,10 @@ impl Engine {
         self.operations.set_depth(depth);
     }
 
-    /// Whether a promotion has ended, or a directory's health has changed, since the last call. If so, the caller
-    /// should look waiting requests up again.
-    pub fn take_progress(&mut self) -> bool {
+    /// Ends an entry: the listeners are told of its changes. Returns whether a promotion has ended, or a directory's
+    /// health has changed, since the last entry. If so, the caller should look waiting requests up again.
+    pub fn end_entry(&mut self) -> bool {
+        self.tell_listeners();
         let ended = self.promotions.take_ended();
         let ended = self.remote.as_mut().is_some_and(|of| of.take_ended()) || ended;
         std::mem::take(&mut self.health_changed) || ended
@@ -185,7 +221,7 @@ impl Engine {
         for transfer in of_session {
             self.give_up(id_of(transfer), GiveUp::Closed);
         }
-        self.residency.feeds.close(session);
+        self.close_feed(session);
         let Some(state) = self.sessions.close(session) else {
             return;
         };

@@ -12,24 +12,28 @@ use hashbrown::HashSet;
 use crate::forest::{NONE, NodeId, NsId};
 use crate::key::NamespaceDigest;
 use crate::session::{BlockEvent, BlockEvents};
+use crate::work;
 
 use super::coordinator::Engine;
 use super::ids::SessionId;
+use super::residency::Residency;
 
 /// Events that one call takes from a feed's ring at most.
 pub(super) const EVENTS_MAX: usize = 512;
+/// Nodes that a step of a replay looks at.
+const REPLAY_STEP: usize = 512;
 
 /// The events for one session.
 ///
 /// Invariant: except for the events in the ring, the client knows exactly the payloads of the told nodes, by tier.
 #[derive(Debug)]
-pub(super) struct Feed {
+struct Feed {
     session: SessionId,
     of: FeedOf,
     ring: VecDeque<BlockEvent>,
     /// Events were dropped, or the session has another namespace: all payloads are told anew.
     is_stale: bool,
-    pub(super) replay: Replay,
+    replay: Replay,
     /// The number of the first block in the remote store that was not told; `u64::MAX` if all were told.
     remote_next: u64,
 }
@@ -46,26 +50,85 @@ struct FeedOf {
 
 /// How far a replay has come, in the order of the nodes' ids; a node's ancestors are told before it.
 #[derive(Debug, Default)]
-pub(super) struct Replay {
+struct Replay {
     /// The first node that was not looked at; `NONE` if all were looked at.
-    pub(super) next: NodeId,
+    next: NodeId,
     /// Nodes from `next` on that have been told before their turn.
-    pub(super) ahead: HashSet<NodeId>,
+    ahead: HashSet<NodeId>,
     /// A chain of nodes to be told, with their epochs, the last one first.
-    pub(super) path: Vec<(NodeId, u32)>,
+    path: Vec<(NodeId, u32)>,
     /// Nodes above the path have not been looked at.
-    pub(super) climbs: bool,
+    climbs: bool,
 }
 
 impl Replay {
     /// Whether a node's changes are told.
-    pub(super) fn has_told(&self, id: NodeId) -> bool {
+    fn has_told(&self, id: NodeId) -> bool {
         id < self.next || !self.ahead.is_empty() && self.ahead.contains(&id)
     }
 
     /// Whether all nodes were told.
-    pub(super) fn is_done(&self) -> bool {
+    fn is_done(&self) -> bool {
         self.next == NONE
+    }
+
+    /// Adds events for some more of the payloads that a namespace has in the tiers.
+    fn step(&mut self, ns: NsId, residency: &Residency, events: &mut Vec<BlockEvent>) {
+        let forest = residency.forest();
+        for _ in 0..REPLAY_STEP {
+            work::node();
+            if self.climbs {
+                self.climb(residency);
+            } else if let Some((id, epoch)) = self.path.pop() {
+                let is_here = forest.is_live(id, epoch) && !residency.node(id).is_detached();
+                if is_here && !self.has_told(id) {
+                    self.ahead.insert(id);
+                    let payloads = residency.readable(id).into_iter();
+                    events.extend(
+                        payloads.map(|(group, tier)| residency.event(id, group, tier, true)),
+                    );
+                }
+            } else if self.next as usize >= forest.ids_given() {
+                // The changes of all nodes are told from now on.
+                self.next = NONE;
+                self.ahead.clear();
+                return;
+            } else {
+                let id = self.next;
+                let is_due = forest.is_used(id)
+                    && residency.node(id).ns == ns
+                    && !residency.node(id).is_detached()
+                    && !self.has_told(id);
+                if is_due {
+                    self.path.push((id, residency.node(id).epoch));
+                    self.climbs = true;
+                } else {
+                    self.next += 1;
+                    self.ahead.remove(&id);
+                }
+            }
+        }
+    }
+
+    /// Goes one node up from the top of the path.
+    fn climb(&mut self, residency: &Residency) {
+        let top = self.path.last().copied();
+        let top = top.filter(|&(id, epoch)| residency.forest().is_live(id, epoch));
+        let Some((top, _)) = top else {
+            // The node was freed meanwhile: the replay continues with the rest of the path.
+            self.path.pop();
+            self.climbs = false;
+            return;
+        };
+        let above = residency.node(top).parent();
+        let is_due = |above: NodeId| {
+            above != NONE && !residency.node(above).is_detached() && !self.has_told(above)
+        };
+        if is_due(above) {
+            self.path.push((above, residency.node(above).epoch));
+        } else {
+            self.climbs = false;
+        }
     }
 }
 
@@ -112,7 +175,7 @@ impl Feeds {
         }
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    fn is_empty(&self) -> bool {
         self.feeds.is_empty()
     }
 
@@ -173,29 +236,35 @@ impl Engine {
             return BlockEvents::default();
         };
         let ns = of.ns;
-        let (index, mut taken) = self.residency.feeds.take(session, of, restart);
-        let feed = &mut self.residency.feeds.feeds[index];
+        // The replay goes on: changes before this are of the nodes that have been told until now.
+        self.tell_listeners();
+        self.residency.changes.has_feeds = true;
+        let (index, mut taken) = self.feeds.take(session, of, restart);
+        let feed = &mut self.feeds.feeds[index];
         // A node of the replay may have the hash of a node whose removal is still in the ring.
         if !feed.ring.is_empty() {
             return taken;
         }
         if !feed.replay.is_done() {
-            let mut replay = std::mem::take(&mut feed.replay);
-            self.residency
-                .step_replay(ns, &mut replay, &mut taken.events);
-            self.residency.feeds.feeds[index].replay = replay;
+            feed.replay.step(ns, &self.residency, &mut taken.events);
         } else if feed.remote_next != u64::MAX {
             let from = feed.remote_next;
             let next = self.replay_remote(ns, from, &mut taken.events);
-            self.residency.feeds.feeds[index].remote_next = next;
+            self.feeds.feeds[index].remote_next = next;
         }
-        taken.more = !self.residency.feeds.feeds[index].is_told();
+        taken.more = !self.feeds.feeds[index].is_told();
         taken
+    }
+
+    /// Ends the feed of a session.
+    pub(super) fn close_feed(&mut self, session: SessionId) {
+        self.feeds.close(session);
+        self.residency.changes.has_feeds = !self.feeds.is_empty();
     }
 
     /// Whether [`Engine::take_events`] would return events for a session.
     pub fn has_events(&self, session: SessionId) -> bool {
-        let mut feeds = self.residency.feeds.feeds.iter();
+        let mut feeds = self.feeds.feeds.iter();
         let feed = feeds.find(|feed| feed.session == session);
         let of = self.feed_of(session);
         feed.is_none_or(|feed| {

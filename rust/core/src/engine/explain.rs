@@ -7,6 +7,7 @@ use crate::session::{Lookup, LookupRequest, Tokens};
 use crate::work;
 
 use super::coordinator::Engine;
+use super::departures::Departures;
 use super::ids::{RequestId, SessionId};
 use super::requests::RequestState;
 
@@ -45,6 +46,8 @@ struct LookupRecord {
 /// The last lookups that were answered.
 #[derive(Debug)]
 pub(super) struct LastLookups {
+    /// How blocks have left the tiers.
+    pub(super) departures: Departures,
     ring: Vec<LookupRecord>,
     records: usize,
     /// Number of lookups noted since the start, which is the position of the next lookup.
@@ -52,10 +55,11 @@ pub(super) struct LastLookups {
 }
 
 impl LastLookups {
-    /// Keeps the last `records` lookups, at least one.
-    pub(super) fn new(records: usize) -> Self {
+    /// Keeps the last `records` lookups, at least one, and about `departures` blocks that have left the tiers.
+    pub(super) fn new(records: usize, departures: usize) -> Self {
         let records = records.max(1);
         Self {
+            departures: Departures::new(departures),
             ring: Vec::with_capacity(records),
             records,
             next: 0,
@@ -149,6 +153,8 @@ impl Engine {
         request: &LookupRequest<'_>,
         answer: Lookup,
     ) {
+        // The lookup may have evicted blocks that it misses.
+        self.tell_listeners();
         let state = &self.sessions.requests[id];
         let noted = Noted {
             reason: state.answered.reason,
@@ -216,7 +222,7 @@ impl Engine {
         let Some(missing) = &question.missing else {
             return (Rest::default(), NsId::MAX);
         };
-        if let Some(rest) = self.residency.departures.find(question.ns, missing) {
+        if let Some(rest) = self.lookups.departures.find(question.ns, missing) {
             return (rest, NsId::MAX);
         }
         if is_incomplete {

@@ -25,6 +25,7 @@ macro_rules! jobs {
                 let quota: fn(&EngineConfig) -> usize = $quota;
                 let step: fn(&mut Engine, usize, &mut TurnState<'_>) = $step;
                 step(engine, quota(&engine.config), turn);
+                engine.tell_listeners();
             })*
         }
 

@@ -12,7 +12,8 @@
 //! - `checksums`: which payloads in the arena are to be summed, behind saves and before hits;
 //! - `namespaces`: the namespace tables, and resets;
 //! - `sessions`: sessions, their lookups, and the transfers of their workers;
-//! - `events`: the changes in the tiers, for sessions that ask;
+//! - `events`: the changes in the tiers, for sessions that ask; `departures`, for `explain`: how blocks left the tiers;
+//! - `changes`: what residency and the remote store make known to `events` and `departures`;
 //! - `pins`: leases that hints ask for, with their budget; `hints` carries out hints of every kind;
 //! - `planner`: whether loading or computing takes less time, by measurement;
 //! - `remote`: the remote store, and the segments that are read from it or written to it;
@@ -27,6 +28,7 @@
 //! command each.
 
 mod ages;
+mod changes;
 #[cfg(feature = "check")]
 mod check;
 mod checksums;

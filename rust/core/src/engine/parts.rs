@@ -2,6 +2,7 @@
 
 use crate::metrics::Counters;
 
+use super::ages::Ages;
 use super::checksums::Checksums;
 use super::config::EngineConfig;
 use super::namespaces::Namespaces;
@@ -20,6 +21,7 @@ pub(super) struct EngineParts<'a> {
     pub(super) operations: &'a mut Operations,
     pub(super) checksums: &'a mut Checksums,
     pub(super) rates: &'a mut Rates,
+    pub(super) ages: &'a Ages,
     pub(super) counters: &'a mut Counters,
     pub(super) now_ns: u64,
 }

@@ -64,12 +64,13 @@ impl Engine {
         recovery.blocks -= lost;
         recovery.dropped += lost;
         let now_s = self.unix_s();
-        self.residency.ages.finish_learning(now_s);
+        self.ages.finish_learning(now_s);
         let kept = self.residency.disk_blocks();
         self.end_retention_found();
         let unused = kept - self.residency.disk_blocks();
         recovery.blocks -= unused;
         recovery.dropped += unused;
+        self.tell_listeners();
         recovery
     }
 
@@ -198,7 +199,7 @@ impl Engine {
     fn learn(&mut self, record: &Record) {
         self.writeback.advance_record_seq(record.seq);
         self.residency.advance_tick(record.last);
-        self.residency.ages.learn(record.last, record.written_s);
+        self.ages.learn(record.last, record.written_s);
     }
 }
 

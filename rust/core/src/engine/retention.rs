@@ -68,7 +68,7 @@ impl Engine {
         let retention = &mut self.retention;
         retention.next_s = now_s.saturating_add((ttl_s / STEPS).max(1));
         let by_s = now_s.checked_sub(ttl_s);
-        let over = by_s.and_then(|by_s| self.residency.ages.over_by(by_s));
+        let over = by_s.and_then(|by_s| self.ages.over_by(by_s));
         let over = over.filter(|&tick| retention.swept < Some(tick));
         retention.sweep = over.map(UnusedCursor::new);
     }
@@ -79,6 +79,7 @@ impl Engine {
         self.evict_unused(steps);
         while self.retention.has_rest() {
             self.evict_unused(steps);
+            self.tell_listeners();
         }
     }
 }

@@ -514,6 +514,8 @@ impl Engine {
         group: u8,
         hit_class: u8,
     ) -> Result<(), SlotRefusal> {
+        // A save may evict as many payloads as it brings.
+        self.tell_listeners();
         // With disks, the arena admits each payload: payloads reach disk through the arena, and the disk's policy
         // decides.
         let weighs = self.residency.disks().is_empty();
@@ -540,6 +542,7 @@ impl Engine {
         self.residency.allow_rest(self.config.tells);
         let mut visible = Vec::new();
         for &(node, group) in payloads {
+            self.tell_listeners();
             if !ok {
                 self.residency.host_failed(node, group);
                 self.residency.reconcile(node);

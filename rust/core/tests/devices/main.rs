@@ -310,11 +310,11 @@ fn whoever_waits_is_told_of_an_end_without_an_operation() {
         rig.finish(&request, Err(IoFault::Os(EIO)));
     }
     assert!(matches!(rig.engine.health()[0].0, Health::Failed { .. }));
-    assert!(rig.engine.take_progress(), "the first has ended");
-    assert!(!rig.engine.take_progress());
+    assert!(rig.engine.end_entry(), "the first has ended");
+    assert!(!rig.engine.end_entry());
     // The turn of the second comes when its directory has been given up.
     assert!(rig.start(DEPTH).is_empty());
-    assert!(rig.engine.take_progress(), "the second has ended");
+    assert!(rig.engine.end_entry(), "the second has ended");
     assert_eq!(rig.ask(second, 30), Some(0));
 }
 

@@ -132,6 +132,7 @@ impl Rig {
     pub(crate) fn enter<R>(&mut self, named: u64, work: impl FnOnce(&mut Engine) -> R) -> R {
         Work::take();
         let result = work(&mut self.engine);
+        self.engine.end_entry();
         let done = Work::take();
         let most = UNITS + UNITS_PER_BLOCK * named;
         assert!(

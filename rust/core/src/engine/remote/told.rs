@@ -11,6 +11,7 @@ use crate::key::{BlockHash, NamespaceDigest};
 use crate::session::{BlockEvent, EventTier};
 use crate::work;
 
+use super::super::changes::Change;
 use super::super::namespaces::Namespaces;
 use super::super::parts::EngineParts;
 
@@ -89,7 +90,7 @@ fn event(block: &Block, parent: Option<BlockHash>, stored: bool) -> BlockEvent {
 impl Told {
     /// Notes that the store has these payloads: a write or a read has succeeded.
     pub(super) fn add(&mut self, payloads: &[(NodeId, u8)], parts: &mut EngineParts<'_>) {
-        if parts.residency.feeds.is_empty() {
+        if !parts.residency.changes.has_feeds {
             return;
         }
         for &(node, group) in payloads {
@@ -212,12 +213,13 @@ fn block_of(node: NodeId, group: u8, parts: &EngineParts<'_>) -> Option<Block> {
     })
 }
 
-/// Notes an event for the feeds of the block's namespace that have been told of its number.
+/// Notes an event for the feeds of the block's namespace.
 fn tell(number: u64, block: &Block, event: BlockEvent, parts: &mut EngineParts<'_>) {
-    parts
-        .residency
-        .feeds
-        .note_remote(&block.digest, number, event);
+    parts.residency.changes.note(Change::Remote {
+        digest: block.digest,
+        number,
+        event,
+    });
 }
 
 #[cfg(test)]

@@ -164,7 +164,7 @@ impl Residency {
         if !node.has_no_slots() {
             // An earlier note of an eviction stays: `explain` names the eviction later.
             let (ns, hash) = (node.ns, node.hash);
-            self.departures.note(ns, &hash, Tier::Host, false);
+            self.note_departure((ns, hash), Tier::Host, false);
         }
         self.forest.unindex(id);
         self.note_bared(id);

@@ -315,7 +315,7 @@ impl Residency {
         if slots == 0 {
             let (touch, ns, hash) = (node.touch(), node.ns, node.hash);
             let fingerprint = hash.fingerprint();
-            self.departures.note(ns, &hash, tier, loss == Loss::Evicted);
+            self.note_departure((ns, hash), tier, loss == Loss::Evicted);
             let region = self.region(id, tier);
             let policy = &mut self.policies(region).leaves;
             match loss {

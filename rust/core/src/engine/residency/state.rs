@@ -8,10 +8,8 @@ use crate::namespace::NamespaceSpec;
 use crate::policy::{Policy, PolicyKind, TierPolicies};
 use crate::slots::{Slots, page_bytes_for};
 
-use super::super::ages::Ages;
+use super::super::changes::Changes;
 use super::super::config::EngineConfig;
-use super::super::departures::Departures;
-use super::super::events::Feeds;
 use super::erasures::Erasures;
 use super::geometry::{Geometry, Region};
 use super::host_checksums::HostChecksums;
@@ -78,12 +76,8 @@ pub(in crate::engine) struct Residency {
     pub(super) resizing: Vec<Resizing>,
     /// A payload on disk was evicted although other payloads on disk depend on it.
     pub(super) disk_gaps: bool,
-    /// The sessions that get events.
-    pub(in crate::engine) feeds: Feeds,
-    /// Blocks that have left the tiers.
-    pub(in crate::engine) departures: Departures,
-    /// The times of the ticks.
-    pub(in crate::engine) ages: Ages,
+    /// Changes that the engine passes on to those who listen.
+    pub(in crate::engine) changes: Changes,
     /// Payloads whose bytes on disk are erased.
     pub(in crate::engine) erasures: Erasures,
     /// While a pass is under way: nodes that have lost their last child, with their epochs.
@@ -115,9 +109,7 @@ impl Residency {
             moves: Moves::default(),
             resizing: Vec::new(),
             disk_gaps: false,
-            feeds: Feeds::new(config.event_ring),
-            departures: Departures::new(config.departures),
-            ages: Ages::new(config.disk_ttl_s),
+            changes: Changes::new(config.departures > 0),
             erasures: Erasures::default(),
             bared: None,
             cleared: ClearTotals::default(),

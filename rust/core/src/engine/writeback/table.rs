@@ -6,6 +6,7 @@ use crate::forest::{DeviceIndex, DiskState, NONE};
 use crate::io::{FileKind, IoFault, IoRequest};
 use crate::slots::Owner;
 
+use super::super::ages::Ages;
 use super::super::namespaces::Namespaces;
 use super::super::operations::Purpose;
 use super::super::parts::EngineParts;
@@ -49,6 +50,7 @@ impl WriteBack {
                 let encoder = BlockEncoder {
                     residency: parts.residency,
                     namespaces: parts.namespaces,
+                    ages: parts.ages,
                     seq: self.record_seq,
                     // The format counts seconds in 32 bits, until 2106.
                     now_s: now_s.min(u64::from(u32::MAX)) as u32,
@@ -93,6 +95,7 @@ pub(in crate::engine) fn table_write_ended(
 struct BlockEncoder<'a> {
     residency: &'a Residency,
     namespaces: &'a Namespaces,
+    ages: &'a Ages,
     seq: u64,
     now_s: u32,
 }
@@ -127,7 +130,6 @@ impl BlockEncoder<'_> {
             return None;
         }
         let parent = state.parent();
-        let ages = &self.residency.ages;
         Some(Record {
             group,
             hit_class: state.touch().hit_class,
@@ -138,7 +140,7 @@ impl BlockEncoder<'_> {
             checksum,
             depth: state.depth,
             last: state.touch().last,
-            written_s: ages.time_of(state.touch().last, self.now_s),
+            written_s: self.ages.time_of(state.touch().last, self.now_s),
             hash: state.hash,
             parent: (parent != NONE).then(|| self.residency.node(parent).hash),
         })
