@@ -23,7 +23,7 @@ from engines import Runner
 
 from engine_checks import BLOCK
 from real_engine import prompt, set_environment
-from undercroft.connector.events import NO_EVENTS
+from undercroft.connector.observe.events import NO_EVENTS
 
 PROMPTS = 4
 BLOCKS = 16

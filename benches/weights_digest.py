@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from undercroft.connector.weights import SAMPLED, Digests, weights_digest
+from undercroft.identity.weights import SAMPLED, Digests, weights_digest
 
 FILES, TENSORS, TENSOR = 25, 40, 100_000_000
 

@@ -210,7 +210,7 @@ class Engine:
         """
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges since the start, as one flat dict of numbers (keys in `undercroft.connector.stats`).
+        """Counters and gauges since the start, as one flat dict of numbers (keys: `connector.observe.stats`).
 
         A server's numbers are about a second old, and empty before the first session.
         """

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from undercroft.connector.releases import FORMAT, RELEASES, Schemes
+from undercroft.identity.releases import FORMAT, RELEASES, Schemes
 
 _SHOWN_MAX = 60
 """Most characters of a value that a difference shows."""

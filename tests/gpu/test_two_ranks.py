@@ -22,7 +22,7 @@ from serve_process import ServeProcess
 from served_client import Peer, until
 from undercroft import _core
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata
-from undercroft.connector.worker import WorkerConnector
+from undercroft.connector.worker.worker import WorkerConnector
 from undercroft.device.synthetic import synthetic_cache
 
 LAYERS, PAGE, BLOCKS = 4, 4096, 40

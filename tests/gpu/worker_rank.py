@@ -13,7 +13,7 @@ import torch
 
 from undercroft._core import Arena
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata
-from undercroft.connector.worker import WorkerConnector
+from undercroft.connector.worker.worker import WorkerConnector
 from undercroft.device.synthetic import SyntheticCache, synthetic_cache
 
 CACHE = 40 << 30

@@ -6,8 +6,8 @@ from fake_core import SLOT, FakeEngine
 from fake_vllm import BLOCK, Blocks, FakePool, scheduler_output, worker_output
 from undercroft.config import UndercroftConfig
 from undercroft.connector.groups import Groups
-from undercroft.connector.scheduler import SchedulerConnector
-from undercroft.connector.stats import Counts
+from undercroft.connector.observe.stats import Counts
+from undercroft.connector.scheduler.scheduler import SchedulerConnector
 
 FULL = Groups(BLOCK, BLOCK, ("full",), (BLOCK,), (0,), 0)
 

@@ -10,8 +10,8 @@ import pytest
 from manual_streams import ManualStreams, RefusingExecutor
 from test_worker import ARENA, Rank
 from undercroft._core import Arena
-from undercroft.connector import worker
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.worker import worker
 from undercroft.device.cuda import CudaCopier
 from undercroft.device.lane import Lanes
 

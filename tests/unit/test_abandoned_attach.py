@@ -9,9 +9,9 @@ import pytest
 
 from slow_rank import Attachments
 from test_worker import Rank, job
-from undercroft.connector import attached, worker
 from undercroft.connector.announcement import Announced
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.worker import attached, worker
 
 
 class Slow(Attachments):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from undercroft.connector import adapters
-from undercroft.connector.adapters import Adapters
+from undercroft.identity import adapters
+from undercroft.identity.adapters import Adapters
 
 
 def adapter(path: Path | str, name: str = "sql") -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from undercroft import request_params
-from undercroft.connector.client_fields import WORDS
+from undercroft.connector.requests.client_fields import WORDS
 from undercroft.option_values import CLIENT_FIELDS
 
 ROOT = Path(__file__).resolve().parents[2]

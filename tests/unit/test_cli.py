@@ -372,7 +372,7 @@ def test_inspect_says_when_and_whether_a_namespace_is_used(
     model, store = tmp_path / "model", tmp_path / "store"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"weights")
-    from undercroft.connector.weights import Digests, weights_digest
+    from undercroft.identity.weights import Digests, weights_digest
 
     engine = _opened(store)
     for pages, weights in ((2, weights_digest(model, Digests(), "sampled")), (2, "other"), ("vllm 0.1", "other")):

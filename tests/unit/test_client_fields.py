@@ -11,9 +11,9 @@ import pytest
 from core_values import Group
 from undercroft import request_params
 from undercroft.config import UndercroftConfig
-from undercroft.connector.client_fields import WORDS, ClientFields
-from undercroft.connector.explanations import Explanations
-from undercroft.connector.stats import Counts
+from undercroft.connector.observe.stats import Counts
+from undercroft.connector.requests.client_fields import WORDS, ClientFields
+from undercroft.connector.requests.explanations import Explanations
 from undercroft.errors import ConfigError
 from undercroft.metrics import CLIENT_FIELDS_NOT_USED
 from undercroft.option_values import CLIENT_FIELDS
@@ -178,7 +178,7 @@ def test_a_pin_of_a_salted_request_is_reached_by_no_other_salt(tmp_path: Any) ->
     """The names reach a real engine, which takes at most 64 bytes."""
     from undercroft import _core
     from undercroft.connector.groups import Groups
-    from undercroft.connector.hints import RequestHints
+    from undercroft.connector.requests.hints import RequestHints
 
     block = 16
     engine = _core.Engine({"host_memory": 16 << 20, "socket_dir": str(tmp_path), "min_load_tokens": 0})

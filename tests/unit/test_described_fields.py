@@ -10,8 +10,8 @@ import pytest
 import vllm.config
 from vllm.config import LoRAConfig, MultiModalConfig, SpeculativeConfig
 
-from undercroft.connector.described_fields import TABLES
-from undercroft.connector.namespace import _READS_RUN_SETTINGS, _fields, unclassified
+from undercroft.identity.described_fields import TABLES
+from undercroft.identity.namespace import _READS_RUN_SETTINGS, _fields, unclassified
 
 REVIEWED = {
     # Rotary embeddings of the kinds "longrope" and "dynamic": see `_POSITION_FREE_ROPE`.
@@ -70,7 +70,7 @@ def test_every_field_of_vllm_has_an_answer(name):
     missing = unclassified(config, TABLES[name])
     assert not missing, (
         f"{name} has fields that nobody has judged: {missing}. Until then they go into the description. Does the KV "
-        "cache of a prefix depend on them? Put them into undercroft/connector/described_fields.py, with the reason."
+        "cache of a prefix depend on them? Put them into undercroft/identity/described_fields.py, with the reason."
     )
 
 
@@ -145,5 +145,5 @@ def test_models_that_read_settings_of_the_run_are_known():
     new = found - REVIEWED
     assert not new, (
         f"{sorted(new)} read max_model_len or the generation config. If KV depends on it, name the architecture in "
-        "_READS_RUN_SETTINGS (undercroft/connector/namespace.py) or the rotary embedding; then add the file here."
+        "_READS_RUN_SETTINGS (undercroft/identity/namespace.py) or the rotary embedding; then add the file here."
     )

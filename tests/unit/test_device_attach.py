@@ -21,7 +21,7 @@ import pytest
 from kv_caches import allocate, block_content, fill, full, group, plan
 from undercroft._core import Arena, Copier, UndercroftError
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata
-from undercroft.connector.worker import WorkerConnector
+from undercroft.connector.worker.worker import WorkerConnector
 
 SIZE = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from undercroft.connector.health import DiskHealth, NamespaceHealth
+from undercroft.health import DiskHealth, NamespaceHealth
 from undercroft.log import logger
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from test_worker import Host, Rank, job, meta
 from undercroft._core import Arena
-from undercroft.connector import attached, worker
 from undercroft.connector.announcement import Announced
 from undercroft.connector.metadata import UndercroftWorkerMetadata
+from undercroft.connector.worker import attached, worker
 
 OURS = Announced("/a", 0, 0)
 

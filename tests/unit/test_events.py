@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-from undercroft.connector import events as events_module
-from undercroft.connector.events import Events, NoEvents, events_of
 from undercroft.connector.groups import Groups
+from undercroft.connector.observe import events as events_module
+from undercroft.connector.observe.events import Events, NoEvents, events_of
 
 BLOCK = 16
 HASHES = [bytes([index]) * 32 for index in range(8)]

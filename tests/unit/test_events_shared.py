@@ -12,8 +12,8 @@ import pytest
 from serve_process import ServeProcess
 from served_client import BLOCK, Peer, prompt, until
 from undercroft import _core
-from undercroft.connector.events import Events
 from undercroft.connector.groups import Groups
+from undercroft.connector.observe.events import Events
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ import pytest
 from core_values import Group
 from undercroft import _core, compat, reasons, request_params
 from undercroft.cli import main
-from undercroft.connector.explanations import Explanations
-from undercroft.connector.stats import SCHEDULER_KEYS, STATS_KEYS, Counts
+from undercroft.connector.observe.stats import SCHEDULER_KEYS, STATS_KEYS, Counts
+from undercroft.connector.requests.explanations import Explanations
 from undercroft.metrics import METRICS
 
 BLOCK = 16

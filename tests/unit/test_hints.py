@@ -9,8 +9,8 @@ import pytest
 
 from undercroft import hints
 from undercroft.connector.groups import Groups
-from undercroft.connector.hints import MAX_ASKS, RequestHints
-from undercroft.connector.stats import Counts
+from undercroft.connector.observe.stats import Counts
+from undercroft.connector.requests.hints import MAX_ASKS, RequestHints
 
 BLOCK = 16
 HASHES = [bytes([index]) * 32 for index in range(4)]

@@ -11,10 +11,10 @@ import pytest
 from core_values import Group
 from undercroft import _core
 from undercroft.config import UndercroftConfig
-from undercroft.connector import identity
-from undercroft.connector.namespace import known_by_name
-from undercroft.connector.weights import Digests
 from undercroft.errors import ConfigError
+from undercroft.identity import start as identity
+from undercroft.identity.namespace import known_by_name
+from undercroft.identity.weights import Digests
 from undercroft.log import logger
 
 SIZES = {"host_memory": 8 << 20}

@@ -16,9 +16,9 @@ from undercroft import _core
 from undercroft.config import UndercroftConfig
 from undercroft.connector.differences import ignored_options
 from undercroft.connector.groups import GroupRegistration
-from undercroft.connector.idle_gauges import IdleGauges
-from undercroft.connector.prometheus import UndercroftPromMetrics
-from undercroft.connector.stats import EngineStats
+from undercroft.connector.observe.idle_gauges import IdleGauges
+from undercroft.connector.observe.prometheus import UndercroftPromMetrics
+from undercroft.connector.observe.stats import EngineStats
 from undercroft.engine import open_engine
 from undercroft.log import logger
 

@@ -18,9 +18,9 @@ from served_client import Peer, until
 from slow_rank import Attachments, SlowRank
 from test_worker import Rank, job
 from undercroft import _core
-from undercroft.connector import attached, worker
 from undercroft.connector.announcement import Announced
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.worker import attached, worker
 
 
 class Pinner:

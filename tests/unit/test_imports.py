@@ -78,3 +78,65 @@ def test_the_check_sees_circles(tmp_path: Path) -> None:
     assert circles(package) == []
     (package / "c.py").write_text("import sample.a\n")
     assert circles(package) == [["sample.a", "sample.b", "sample.c", "sample.a"]]
+
+
+# Each room of the package, and the other rooms that it may import. Modules at the top are of no room: all import them.
+ROOMS = {
+    "connector": {"device", "identity", "threshold", "vllm_patches"},
+    "connector.observe": {"connector", "estimate"},
+    "connector.requests": {"connector", "threshold", "vllm_patches"},
+    "connector.scheduler": {"connector", "device", "vllm_patches"},
+    "connector.worker": {"connector", "device"},
+    "device": set(),
+    "embed": set(),
+    "estimate": set(),
+    "identity": {"device"},
+    "model": {"identity"},
+    "sglang_hicache": {"embed", "identity"},
+    "threshold": set(),
+    "vllm_patches": {"threshold"},
+    "vllm_tier": {
+        *("connector", "connector.observe", "connector.scheduler"),
+        *("embed", "identity", "vllm_patches"),
+    },
+}
+ENTRANCES = {
+    "undercroft.cli",
+    "undercroft.connector.connector",
+    "undercroft.connector.wiring",
+    "undercroft.plugin",
+    "undercroft.registration",
+}
+"""These put the rooms together, and may import each of them."""
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module; None if it is at the top or an entrance."""
+    if any(module == entrance or module.startswith(entrance + ".") for entrance in ENTRANCES):
+        return None
+    name = module.removeprefix("undercroft.")
+    inside = [room for room in ROOMS if name == room or name.startswith(room + ".")]
+    return max(inside, key=len, default=None)
+
+
+def test_each_room_imports_only_the_rooms_below_it() -> None:
+    known = modules(PACKAGE)
+    rooms = {name: room_of(name) for name in known}
+    assert set(ROOMS) <= set(rooms.values()), "a room of the table has no modules"
+    wrong = [
+        (name, other)
+        for name, path in known.items()
+        for other in imported(name, path, known)
+        if (room := rooms[name]) and (of := rooms[other]) and of != room and of not in ROOMS[room]
+    ]
+    assert wrong == []
+
+
+def test_the_identity_and_what_has_no_vllm_imports_no_vllm() -> None:
+    """SGLang and the commands use these rooms where vLLM is not installed."""
+    for room in ("identity", "embed", "sglang_hicache", "estimate", "model"):
+        for path in (PACKAGE / room).rglob("*.py"):
+            at_top = [
+                node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)
+            ]
+            assert not [node.module for node in at_top if (node.module or "").split(".")[0] == "vllm"], path

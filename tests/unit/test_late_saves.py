@@ -6,7 +6,7 @@ import pytest
 
 from fake_vllm import BLOCK, Request, scheduler_output
 from scheduler_world import World, tokens
-from undercroft.connector import saves
+from undercroft.connector.scheduler import saves
 
 
 @pytest.fixture

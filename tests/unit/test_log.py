@@ -29,7 +29,10 @@ def test_only_the_log_module_makes_loggers() -> None:
 
 
 def test_loggers_of_loaded_modules_are_below_vllm() -> None:
-    from undercroft.connector import connector, health, prometheus, worker
+    from undercroft import health
+    from undercroft.connector import connector
+    from undercroft.connector.observe import prometheus
+    from undercroft.connector.worker import worker
     from undercroft.device import copy_stream, pinning
     from undercroft.threshold import policy
 

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from core_values import Group
 from fake_config import attention, kv_cache_config, sliding, vllm_config
 from undercroft import _core
-from undercroft.connector.namespace import describe
+from undercroft.identity.namespace import describe
 
 
 def of_layers(names: list[str]) -> str:

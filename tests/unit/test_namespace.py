@@ -22,10 +22,10 @@ from vllm.v1.kv_cache_interface import (
 
 from fake_config import HfConfig, attention, kv_cache_config, sliding, vllm_config
 from undercroft import compat
-from undercroft.connector import schemes
 from undercroft.connector.groups import GroupRegistration, Groups, why_unsupported
-from undercroft.connector.namespace import Naming, describe, random_seed
-from undercroft.connector.weights import Digests
+from undercroft.identity import schemes
+from undercroft.identity.namespace import Naming, describe, random_seed
+from undercroft.identity.weights import Digests
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_canonical_form():
 
 def test_same_text_in_another_process():
     script = (
-        "from fake_config import *; from undercroft.connector.namespace import describe;"
+        "from fake_config import *; from undercroft.identity.namespace import describe;"
         "print(describe(vllm_config(), kv_cache_config([attention(), sliding()])), end='')"
     )
     here = Path(__file__).parent

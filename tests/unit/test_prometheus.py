@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.v1.metrics import ray_wrappers
 
 import undercroft
-from undercroft.connector.prometheus import UndercroftPromMetrics
+from undercroft.connector.observe.prometheus import UndercroftPromMetrics
 from undercroft.metrics import DISK_LIMITS_S, METRICS, PREFIX
 
 ENGINES = {0: ["m", "0"], 1: ["m", "1"]}
@@ -133,7 +133,7 @@ import sys
 from types import SimpleNamespace
 from prometheus_client import Counter, Gauge, Histogram
 import undercroft
-from undercroft.connector.prometheus import UndercroftPromMetrics
+from undercroft.connector.observe.prometheus import UndercroftPromMetrics
 
 types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
 metrics = UndercroftPromMetrics(SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]})

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from undercroft.connector import recording
-from undercroft.connector.recording import Recorder
+from undercroft.connector.observe import recording
+from undercroft.connector.observe.recording import Recorder
 
 # Two hashes of 16 tokens in each block of the engine's.
 GROUPS = SimpleNamespace(hash_block_size=16, engine_block_size=32, hashes=lambda hashes: hashes[1::2])

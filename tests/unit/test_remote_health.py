@@ -9,11 +9,11 @@ import pytest
 
 from undercroft.config import UndercroftConfig
 from undercroft.connector.groups import GroupRegistration
-from undercroft.connector.health import RemoteHealth
-from undercroft.connector.identity import check_seed
 from undercroft.connector.remote_use import why_limited
 from undercroft.engine import start_line
 from undercroft.errors import ConfigError
+from undercroft.health import RemoteHealth
+from undercroft.identity.start import check_seed
 
 URL = "s3://bucket/prefix"
 

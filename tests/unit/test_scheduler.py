@@ -9,8 +9,8 @@ import pytest
 from fake_core import SLOT
 from fake_vllm import BLOCK, Blocks, Request, worker_output
 from scheduler_world import World, tokens
-from undercroft.connector import scheduler as module
 from undercroft.connector.groups import Groups
+from undercroft.connector.scheduler import scheduler as module
 
 
 def test_prefill_saves_every_full_block_with_its_device_block():

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from fake_config import attention, sliding
 from undercroft import compat
-from undercroft.connector import schemes
+from undercroft.identity import schemes
 
 HASHES = {1: "3274417d2adc41f4"}
 """By the number of the scheme: the digest of the block hashes of `requests`."""

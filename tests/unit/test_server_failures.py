@@ -17,7 +17,7 @@ import pytest
 from serve_process import ServeProcess
 from served_client import BLOCK, Peer, prompt, until
 from undercroft import _core
-from undercroft.connector.stats import EngineStats
+from undercroft.connector.observe.stats import EngineStats
 
 pytestmark = pytest.mark.server
 

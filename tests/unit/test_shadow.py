@@ -10,9 +10,9 @@ import pytest
 
 from undercroft import _core
 from undercroft.config import UndercroftConfig
-from undercroft.connector import shadow
-from undercroft.connector.shadow import Shadow
-from undercroft.connector.stats import COUNTERS, GAUGES
+from undercroft.connector.observe import shadow
+from undercroft.connector.observe.shadow import Shadow
+from undercroft.connector.observe.stats import COUNTERS, GAUGES
 from undercroft.metrics import SHADOWS
 from undercroft.option_values import SHADOWS_MAX
 

@@ -27,7 +27,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from undercroft import vllm_patches
 from undercroft.connector.groups import Groups
-from undercroft.connector.shareable import Shareable
+from undercroft.connector.scheduler.shareable import Shareable
 from undercroft.vllm_patches import MARK
 from undercroft.vllm_patches.inputs import _marked, _names
 
@@ -160,7 +160,7 @@ def test_a_client_cannot_name_its_picture_like_another() -> None:
 
 
 def test_names_from_clients_are_forgotten_only_after_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("undercroft.connector.shareable._CLAIMS_MAX", 3)
+    monkeypatch.setattr("undercroft.connector.scheduler.shareable._CLAIMS_MAX", 3)
     one = Shareable(FULL, unique_uuids=False)
     for name in "abcd":
         one.tokens(request(mm_features=[image(name)]))

@@ -3,7 +3,15 @@ from __future__ import annotations
 import pickle
 from types import SimpleNamespace
 
-from undercroft.connector.stats import COUNTERS, GAUGES, SAMPLES, STATS_KEYS, Counts, EngineStats, UndercroftStats
+from undercroft.connector.observe.stats import (
+    COUNTERS,
+    GAUGES,
+    SAMPLES,
+    STATS_KEYS,
+    Counts,
+    EngineStats,
+    UndercroftStats,
+)
 from undercroft.metrics import METRICS
 
 

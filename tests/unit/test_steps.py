@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from undercroft.connector import steps as module
-from undercroft.connector.request_state import RequestState
-from undercroft.connector.steps import Steps
+from undercroft.connector.scheduler import steps as module
+from undercroft.connector.scheduler.request_state import RequestState
+from undercroft.connector.scheduler.steps import Steps
 
 
 class Told:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from undercroft.connector.groups import Groups
-from undercroft.connector.tails import Tails, tail_name
+from undercroft.connector.scheduler.tails import Tails, tail_name
 from undercroft.request_params import LookupParams
 
 UNIT, STEP = 640, 64

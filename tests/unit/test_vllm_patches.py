@@ -64,7 +64,7 @@ MAY_IMPORT_VLLM = {
         *((OFFLOAD, one) for one in ("LookupResult", "Medium", "OffloadKey", "ReqContext", "RequestOffloadingContext")),
         *(("vllm.v1.kv_offload.tiering.base", name) for name in ("JobResult", "SecondaryTierManager")),
     },
-    "connector/schemes.py": {
+    "identity/schemes.py": {
         ("vllm", "envs"),
         ("vllm.config", "set_current_vllm_config"),
         ("vllm.platforms", "current_platform"),

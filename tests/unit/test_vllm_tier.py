@@ -26,9 +26,9 @@ from vllm.v1.kv_offload.base import make_offload_key
 import fake_config
 from undercroft import registration
 from undercroft.config import OPTIONS
-from undercroft.connector.namespace import Naming
 from undercroft.embed import Group
 from undercroft.errors import ConfigError
+from undercroft.identity.namespace import Naming
 from undercroft.vllm_tier import options
 from undercroft.vllm_tier.chunks import Chunks, Place, canonical_shards, why_unsupported
 from undercroft.vllm_tier.identity import describe_tier

@@ -15,8 +15,8 @@ from typing import TextIO
 
 import pytest
 
-from undercroft.connector import weights
-from undercroft.connector.weights import Digests, digests_file, model_place, weights_digest
+from undercroft.identity import weights
+from undercroft.identity.weights import Digests, digests_file, model_place, weights_digest
 
 TENSORS = 80
 TENSOR = 1 << 18

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from undercroft.connector.groups import Groups
-from undercroft.connector.offers import BoundaryState, Offer, state_blocks, window_offers
+from undercroft.connector.scheduler.offers import BoundaryState, Offer, state_blocks, window_offers
 
 WINDOW = Groups(16, 16, ("sliding_window", "full"), (16, 16), (33, 0), 0)
 MIXED = Groups(16, 32, ("sliding_window", "full"), (16, 32), (33, 0), 0)

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttent
 from kv_caches import BLOCKS, allocate, block_content, fill, full, group, plan
 from undercroft._core import Arena, UndercroftError
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
-from undercroft.connector.worker import WorkerConnector
+from undercroft.connector.worker.worker import WorkerConnector
 from undercroft.device.factory import make_copier
 from undercroft.device.layout import LayoutError, group_shard_bytes
 from undercroft.log import logger
@@ -260,7 +260,7 @@ def test_a_device_that_cannot_be_copied_is_not_tried_in_every_step(host: Host, m
     def refuse(*_: Any) -> None:
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr("undercroft.connector.worker.make_copier", refuse)
+    monkeypatch.setattr("undercroft.connector.worker.worker.make_copier", refuse)
     one = Rank(host)
     one.worker.register_kv_caches(one.caches)
     for _ in range(5):
@@ -361,7 +361,7 @@ def test_an_arena_that_serves_no_more_is_let_go_of(host: Host, why: str, monkeyp
     one, old = Rank(host), Gone()
     monkeypatch.setitem(host.arenas, "/a", old)
     monkeypatch.setattr(
-        "undercroft.connector.worker.make_copier",
+        "undercroft.connector.worker.worker.make_copier",
         lambda layout, arena, *more: make_copier(layout, getattr(arena, "arena", arena), *more),
     )
     one.worker.register_kv_caches(one.caches)

@@ -17,10 +17,10 @@ from kv_caches import allocate, block_content, full, group, plan
 from manual_streams import AtOnceExecutor, ManualStreams
 from undercroft._core import Arena
 from undercroft.compat import KVConnectorRole
-from undercroft.connector import worker
 from undercroft.connector.connector import UndercroftConnector
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
-from undercroft.connector.worker import WorkerConnector
+from undercroft.connector.worker import worker
+from undercroft.connector.worker.worker import WorkerConnector
 from undercroft.device.cuda import CudaCopier
 from undercroft.device.lane import Lanes
 

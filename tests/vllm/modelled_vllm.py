@@ -402,7 +402,7 @@ def vllm(
     from vllm.v1.structured_output import StructuredOutputManager
 
     from kv_caches import allocate, plan, scheduler_config
-    from undercroft.connector import worker as worker_module
+    from undercroft.connector.worker import worker as worker_module
 
     faults = {} if faults is None else faults
     own = {"kv_connector": "UndercroftConnector", "kv_connector_extra_config": dict(undercroft)}

@@ -48,7 +48,7 @@ def start(model: Model) -> Any:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The loads that were planned."""
-    from undercroft.connector import scheduler
+    from undercroft.connector.scheduler import scheduler
 
     plans: list[Any] = []
     plan_load = scheduler.plan_load
@@ -127,7 +127,7 @@ def test_after_a_restart_and_from_every_mixture_of_tiers(model: Model, start: St
 
 
 def test_bytes_of_another_prompt_would_be_noticed(model: Model, start: Start, loads: list[Any]) -> None:
-    from undercroft.connector import scheduler
+    from undercroft.connector.scheduler import scheduler
 
     running = start({"host_memory": HOST})
     cold = ask(running, model.ids(LONGEST))

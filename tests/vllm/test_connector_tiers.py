@@ -46,7 +46,7 @@ def test_hit_from_host_memory_and_partly_from_the_device(engine: Make, llama: Pa
 def test_a_wrong_block_would_be_noticed(
     engine: Make, llama: Path, reference: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from undercroft.connector import scheduler
+    from undercroft.connector.scheduler import scheduler
 
     running = engine(llama, MEMORY)
     running.generate(LONG, TOKENS)

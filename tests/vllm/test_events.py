@@ -17,7 +17,7 @@ import zmq
 from engine_checks import BLOCK, PAYLOAD, flush, nothing_left, stats
 from real_engine import Engine, prompt
 from undercroft.compat import event_hash
-from undercroft.connector.events import NO_EVENTS
+from undercroft.connector.observe.events import NO_EVENTS
 
 pytestmark = pytest.mark.vllm
 

@@ -98,7 +98,7 @@ def test_every_hook_of_the_scheduler_may_fail(
         with monkeypatch.context() as patch:
             if hook == "update_state_after_alloc":
                 # A load that was promised and never begun would wait for ever: only the plan before it may fail.
-                patch.setattr("undercroft.connector.scheduler.plan_load", raising)
+                patch.setattr("undercroft.connector.scheduler.scheduler.plan_load", raising)
             else:
                 patch.setattr(one.connector._scheduler, hook, raising)
             answers = one.generate_all([LONG, fresh], 4)

@@ -117,7 +117,7 @@ def test_a_shorter_prompt_than_the_device_computed(model: Model, start: Start) -
 
 
 def test_bytes_of_another_prompt_would_be_noticed(model: Model, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from undercroft.connector import scheduler
+    from undercroft.connector.scheduler import scheduler
 
     running = start({"host_memory": HOST})
     cold = ask(running, model.ids(3))

@@ -10,7 +10,7 @@ import pytest
 from connector_engine import core
 from hybrid_engine import HOST, MODELS, Crowd, Model, ask
 from real_engine import Engine
-from undercroft.connector.offers import Offer
+from undercroft.connector.scheduler.offers import Offer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -222,7 +222,7 @@ def test_pages_of_different_instruction_sets_are_kept_apart(
         pages[isa] = page
     assert "amx" not in pages or not torch.equal(pages["amx"], pages["vec"])
 
-    from undercroft.connector.namespace import describe
+    from undercroft.identity.namespace import describe
 
     descriptions = {}
     for isa in ("amx", "vec", "vec16"):
@@ -236,7 +236,7 @@ def test_pages_of_different_instruction_sets_are_kept_apart(
 def test_the_description_of_a_real_model_is_short_and_knows_every_setting(engine: Make, llama: Path) -> None:
     import json
 
-    from undercroft.connector.namespace import describe
+    from undercroft.identity.namespace import describe
 
     one = engine(llama, MEMORY, blocks=64)
     text = describe(one.core.vllm_config, one.scheduler.kv_cache_config)

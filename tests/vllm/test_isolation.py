@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from engine_checks import BLOCK, Reference, nothing_left, stats, worker
 from real_engine import Engine, prompt
-from undercroft.connector import adapters
+from undercroft.identity import adapters
 
 pytestmark = pytest.mark.vllm
 

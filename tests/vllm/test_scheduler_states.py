@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from modelled_vllm import BLOCK, Vllm, continuation, vllm
-from undercroft.connector.saves import Saves
+from undercroft.connector.scheduler.saves import Saves
 
 pytestmark = pytest.mark.vllm
 

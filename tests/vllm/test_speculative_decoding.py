@@ -139,7 +139,7 @@ def test_the_drafts_layers_are_loaded(start: Start) -> None:
 
 
 def test_bytes_of_another_prompt_would_be_noticed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from undercroft.connector import scheduler
+    from undercroft.connector.scheduler import scheduler
 
     running = start("mtp", {"host_memory": HOST})
     other = prompt(2 * BLOCK + 1, seed=4)

@@ -88,7 +88,7 @@ def test_prompts_that_part_inside_a_block_share_the_whole_ones_only(model: Model
 
 
 def test_beside_what_the_device_holds(model: Model, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from undercroft.connector import scheduler
+    from undercroft.connector.scheduler import scheduler
 
     running = start({"host_memory": HOST})
     ids = prompt(2 * model.block + 200, seed=1)
@@ -133,7 +133,7 @@ def test_after_a_restart_and_from_disk(model: Model, start: Start, tmp_path: Pat
 
 
 def test_bytes_of_another_tail_would_be_noticed(model: Model, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from undercroft.connector import scheduler
+    from undercroft.connector.scheduler import scheduler
 
     running = start({"host_memory": HOST})
     ids, other = prompt(model.block + 200, seed=1), prompt(model.block + 200, seed=9)

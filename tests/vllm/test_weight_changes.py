@@ -190,9 +190,9 @@ class Neighbour:
     def __init__(self, one: Engine, options: dict[str, Any]) -> None:
         from undercroft.config import UndercroftConfig
         from undercroft.connector.groups import Groups
-        from undercroft.connector.namespace import describe
         from undercroft.device.layout import group_shard_bytes
         from undercroft.engine import open_engine
+        from undercroft.identity.namespace import describe
 
         config, of_model = one.llm.llm_engine.vllm_config, one.connector._kv_cache_config
         groups = Groups.of(config, of_model)

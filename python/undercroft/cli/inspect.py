@@ -15,9 +15,9 @@ from undercroft import descriptions
 from undercroft.cli import arguments, inspect_remote, output
 from undercroft.cli.confirm import add_yes, confirm
 from undercroft.cli.output import say
-from undercroft.connector.releases import release_of
-from undercroft.connector.weights import SAMPLED, Digests, digests_file, model_place, weights_digest
 from undercroft.errors import ConfigError
+from undercroft.identity.releases import release_of
+from undercroft.identity.weights import SAMPLED, Digests, digests_file, model_place, weights_digest
 from undercroft.units import format_size
 
 _DIGITS_MIN = 8

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from undercroft.cli.output import CommandError
 from undercroft.cli.sockets import DEFAULT_SOCKET, absolute_path, default_socket
 from undercroft.config import OPTIONS, UndercroftConfig, unknown_environment
-from undercroft.connector.health import DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.engine import open_engine, start_line
 from undercroft.errors import ConfigError, cause
+from undercroft.health import DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.log import log_core_lines, logger
 from undercroft.option_values import did_you_mean
 

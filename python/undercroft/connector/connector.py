@@ -9,11 +9,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from undercroft import capacity, vllm_patches
+from undercroft import vllm_patches
 from undercroft.compat import (
     KVConnectorBase_V1,
     KVConnectorPromMetrics,
@@ -23,27 +21,21 @@ from undercroft.compat import (
     SupportsHMA,
 )
 from undercroft.config import UndercroftConfig, unknown_environment
-from undercroft.connector import identity
-from undercroft.connector.adapters import ADAPTERS
 from undercroft.connector.announcement import Announcement
-from undercroft.connector.client_fields import ClientFields
-from undercroft.connector.differences import ignored_options
-from undercroft.connector.events import NO_EVENTS, Events, NoEvents, events_of
-from undercroft.connector.explanations import Explanations
 from undercroft.connector.fail_open import fail_open, nothing
-from undercroft.connector.groups import GroupRegistration, Groups, why_unsupported
-from undercroft.connector.hints import NO_HINTS, HintsOnly, NoHints, RequestHints
+from undercroft.connector.groups import why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
-from undercroft.connector.namespace import Naming, describe, random_seed, weight_version
-from undercroft.connector.recording import Recorder
-from undercroft.connector.remote_use import why_limited
+from undercroft.connector.observe.events import NO_EVENTS, Events, NoEvents
+from undercroft.connector.observe.recording import Recorder
+from undercroft.connector.observe.shadow import Shadow
+from undercroft.connector.observe.stats import Counts, EngineStats, UndercroftStats
+from undercroft.connector.requests.client_fields import ClientFields
+from undercroft.connector.requests.explanations import Explanations
+from undercroft.connector.requests.hints import NO_HINTS, HintsOnly, NoHints, RequestHints
 from undercroft.connector.resets import Resets
-from undercroft.connector.scheduler import SchedulerConnector
-from undercroft.connector.shadow import Shadow
-from undercroft.connector.stats import Counts, EngineStats, UndercroftStats
-from undercroft.connector.weights import Digests, digests_file
-from undercroft.device.layout import group_shard_bytes, kv_replicas
-from undercroft.engine import open_engine, start_line, whose
+from undercroft.connector.scheduler.scheduler import SchedulerConnector
+from undercroft.connector.wiring import start_scheduler
+from undercroft.identity.adapters import ADAPTERS
 from undercroft.log import LogOnce, logger
 from undercroft.registration import ours_in, register_name
 from undercroft.threshold import for_connector
@@ -60,8 +52,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from undercroft._core import Engine, Session
-    from undercroft.connector.worker import WorkerConnector
+    from undercroft._core import Engine
+    from undercroft.connector.worker.worker import WorkerConnector
     from undercroft.threshold import HitThreshold, Rejection
 
 
@@ -107,7 +99,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 logger.warning("undercroft is off, vLLM serves without it: %s.", reason)
         else:
-            from undercroft.connector.worker import ATTACH_TIMEOUT_S, WorkerConnector
+            from undercroft.connector.worker.worker import ATTACH_TIMEOUT_S, WorkerConnector
 
             # A server may be frozen or may have ended; an engine in vLLM's process runs as long as vLLM.
             timeout_s = config.server_timeout_ms / 1e3 if config.server else ATTACH_TIMEOUT_S
@@ -118,95 +110,19 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start_scheduler(self, config: UndercroftConfig) -> None:
         assert self._threshold is not None
-        naming = Naming(config.namespace_salt, config.weights, config.model_id, Digests(digests_file(config.disk_path)))
-        try:
-            description = describe(self._vllm_config, self._kv_cache_config, naming)
-        except Exception as error:  # a weight file that cannot be read, or a setting that cannot be described
-            logger.warning("undercroft is off, vLLM serves without it: %s.", error)
-            return
-        ADAPTERS.weights = config.weights
-        ADAPTERS.look_again()
-        vllm_patches.recompute_failed_loads(self._kv_transfer_config)
-        seed_reason = random_seed(self._vllm_config)
-        groups = Groups.of(self._vllm_config, self._kv_cache_config)
-        shards = self._vllm_config.parallel_config.tensor_parallel_size // kv_replicas(self._kv_cache_config)
-        payload_bytes = [group_shard_bytes(self._kv_cache_config, group) * shards for group in range(len(groups.kinds))]
-        not_reused = identity.why_not_reused(description, config, naming.digests)
-        identity.warn_of_names(description)
-        vllm_patches.evict_uncomputed()
-        ranks = vllm_patches.ranks_of(self._vllm_config)
-        engine = open_engine(config, ranks=ranks)
-        try:
-            if seed_reason:
-                identity.check_seed(seed_reason, config, is_shared=bool(config.server) or engine.is_shared)
-            registration = groups.registration(payload_bytes)
-            session = engine.register(
-                description, registration, groups.engine_block_size, groups.alignment, groups.dropped_tokens
-            )
-            self._scheduler = SchedulerConnector(
-                session,
-                groups,
-                config,
-                self._vllm_config.parallel_config.world_size,
-                lambda: engine.arena,
-                self._counts,
-                self._report,
-                self._threshold.needed_tokens,
-            )
-            self._scheduler.saves_sessions = self._vllm_config.speculative_config is None
-            self._events = events_of(self._vllm_config, session, groups, self._kv_cache_config)
-            self._explanations = Explanations(
-                session,
-                config.log_requests,
-                self._counts,
-                is_served=engine.is_shared or bool(config.server),
-                may_tell="explain" in config.client_fields,
-            )
-            may_end = vllm_patches.problem(vllm_patches.HIT_THRESHOLD) is None
-            self._hints = RequestHints(
-                session,
-                groups,
-                self._counts,
-                self._scheduler.complete_hashes,
-                may_end=may_end,
-                is_allowed="hints" in config.client_fields,
-            )
-            at_version = partial(weight_version, description) if config.share_weight_versions else None
-            self._resets = Resets(self._scheduler, config.reset_with_prefix_cache, at_version)
-            naming.digests.save()
-            self._observe(config, engine, session, groups, registration)
-            if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
-                logger.warning("undercroft: the engine is shared, and its own options apply: %s", "; ".join(ignored))
-            if not_reused:
-                logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
-            self._announcement.announce(engine.arena)
-        except BaseException:
-            engine.close()
-            raise
-        self._engine = engine
-
-    def _observe(
-        self,
-        config: UndercroftConfig,
-        engine: Engine,
-        session: Session,
-        groups: Groups,
-        registration: list[GroupRegistration],
-    ) -> None:
-        """Start the records and figures of the session, and say in the log how it runs."""
-        if config.record:
-            parallel = self._vllm_config.parallel_config
-            suffix = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
-            self._recorder = Recorder(Path(config.record + suffix), groups)
-        tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
-        self._engine_stats = EngineStats(engine, tokens_in=tokens_in)
-        if config.shadow:
-            self._shadow = Shadow(config.shadow, groups, tokens_in)
-        index_bytes = partial(capacity.index_bytes, groups=registration)
-        logger.info(start_line(engine.info(), session.namespace, whose(engine, config), tokens_in, index_bytes))
-        limited = why_limited(registration, groups.engine_block_size, groups.dropped_tokens)
-        if config.remote and limited:
-            logger.warning("undercroft: %s (docs/remote.md)", limited)
+        started = start_scheduler(
+            self._vllm_config,
+            self._kv_cache_config,
+            config,
+            self._announcement,
+            counts=self._counts,
+            report=self._report,
+            needed_tokens=self._threshold.needed_tokens,
+        )
+        if started is not None:
+            self._engine, self._scheduler, self._resets = started.engine, started.scheduler, started.resets
+            self._events, self._hints, self._explanations = started.events, started.hints, started.explanations
+            self._engine_stats, self._recorder, self._shadow = started.stats, started.recorder, started.shadow
 
     def _report(self, hook: str, error: Exception) -> None:
         """Count an error that was caught in a hook, and log the first of its kind."""
@@ -258,7 +174,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
         """The metrics, in the frontend's process."""
-        from undercroft.connector.prometheus import UndercroftPromMetrics
+        from undercroft.connector.observe.prometheus import UndercroftPromMetrics
 
         return UndercroftPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 

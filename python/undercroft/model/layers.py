@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from undercroft.connector.weights import model_place
 from undercroft.errors import ConfigError, cause
+from undercroft.identity.weights import model_place
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _KINDS = {

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
-from undercroft.connector.weights import Digests, digests_file
 from undercroft.embed.memory import with_small_memory
 from undercroft.engine import open_engine, start_line
 from undercroft.errors import UndercroftError
+from undercroft.identity.weights import Digests, digests_file
 from undercroft.log import LogOnce, logger
 from undercroft.sglang_hicache import identity, options, weight_updates
 from undercroft.sglang_hicache.pools import Pool

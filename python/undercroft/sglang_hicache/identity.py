@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from undercroft.connector.weights import Digests, model_place, weights_digest
+from undercroft.identity.weights import Digests, model_place, weights_digest
 
 if TYPE_CHECKING:
     from undercroft.config import UndercroftConfig

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-    from undercroft.connector.request_state import RequestState
+    from undercroft.connector.scheduler.request_state import RequestState
 
 _ADAPTER = "_undercroft_adapter"
 """Attribute of a request: the key of its adapter's weights. All blocks of the request use this one key."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from undercroft.connector.namespace import Naming, describe
+from undercroft.identity.namespace import Naming, describe
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

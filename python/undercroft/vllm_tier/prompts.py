@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from undercroft import request_params
-from undercroft.connector.steps import Steps
+from undercroft.connector.scheduler.steps import Steps
 from undercroft.request_params import LookupParams
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from undercroft.config import UndercroftConfig
     from undercroft.connector.groups import Groups
-    from undercroft.connector.shareable import Shareable
+    from undercroft.connector.scheduler.shareable import Shareable
     from undercroft.embed import Cache
 
 _TRIES_MAX = 3

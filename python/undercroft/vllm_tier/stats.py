@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from undercroft.connector.stats import STATS_KEYS
+from undercroft.connector.observe.stats import STATS_KEYS
 from undercroft.metrics import METRICS, PREFIX, Metric
 
 _CLASSES = {"counter": OffloadingCounterMetadata, "gauge": OffloadingGaugeMetadata}

@@ -15,18 +15,18 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from undercroft import capacity, compat, vllm_patches
-from undercroft.connector import identity
-from undercroft.connector.adapters import ADAPTERS
 from undercroft.connector.fail_open import fail_open, nothing
 from undercroft.connector.kv_origin import KvOrigin
-from undercroft.connector.namespace import Naming, random_seed
+from undercroft.connector.observe.stats import EngineStats
 from undercroft.connector.resets import Resets, drop_namespace
-from undercroft.connector.shareable import Shareable
-from undercroft.connector.stats import EngineStats
-from undercroft.connector.weights import Digests, digests_file
+from undercroft.connector.scheduler.shareable import Shareable
 from undercroft.embed import Cache, Job
 from undercroft.engine import open_engine, start_line, whose
 from undercroft.errors import ConfigError
+from undercroft.identity import start as identity
+from undercroft.identity.adapters import ADAPTERS
+from undercroft.identity.namespace import Naming, random_seed
+from undercroft.identity.weights import Digests, digests_file
 from undercroft.log import LogOnce, logger
 from undercroft.vllm_tier import stats
 from undercroft.vllm_tier.chunks import Chunks, Place, canonical_shards, why_unsupported

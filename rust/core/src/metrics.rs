@@ -34,7 +34,7 @@ impl Order {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[expect(
     missing_docs,
-    reason = "the names say it; undercroft.connector.stats documents each"
+    reason = "the names say it; undercroft.connector.observe.stats documents each"
 )]
 pub struct Counters {
     pub promotions: u64,
@@ -205,7 +205,7 @@ impl Counters {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[expect(
     missing_docs,
-    reason = "the names say it; undercroft.connector.stats documents each"
+    reason = "the names say it; undercroft.connector.observe.stats documents each"
 )]
 pub struct Gauges {
     pub host_capacity_bytes: u64,

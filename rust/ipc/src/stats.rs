@@ -48,7 +48,7 @@ impl Report {
     }
 }
 
-/// Counters and gauges together; `undercroft.connector.stats` documents each.
+/// Counters and gauges together; `undercroft.connector.observe.stats` documents each.
 pub fn stats_json(counters: &Counters, gauges: &Gauges) -> Value {
     let mut all = Map::new();
     for part in [json!(gauges), json!(counters)] {

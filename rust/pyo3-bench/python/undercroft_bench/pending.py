@@ -112,8 +112,8 @@ def _connector(engine: Engine, config: UndercroftConfig) -> UndercroftConnector:
     from undercroft.connector.announcement import Announcement
     from undercroft.connector.connector import UndercroftConnector
     from undercroft.connector.groups import Groups
-    from undercroft.connector.scheduler import SchedulerConnector
-    from undercroft.connector.stats import Counts
+    from undercroft.connector.observe.stats import Counts
+    from undercroft.connector.scheduler.scheduler import SchedulerConnector
     from undercroft.log import LogOnce
     from undercroft.threshold import HitThreshold
 

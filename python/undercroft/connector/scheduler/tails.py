@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from undercroft._core import Session
     from undercroft.connector.groups import Groups
-    from undercroft.connector.request_state import RequestState
-    from undercroft.connector.shareable import Shareable
+    from undercroft.connector.scheduler.request_state import RequestState
+    from undercroft.connector.scheduler.shareable import Shareable
 
 _ENDS_MAX = 128
 """Most ends that are looked up for one request, the deepest first."""

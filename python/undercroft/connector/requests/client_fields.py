@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from undercroft.config import UndercroftConfig
-    from undercroft.connector.stats import Counts
+    from undercroft.connector.observe.stats import Counts
 
 ANSWER = "not_used"
 """Key of the answer in the response's ``kv_transfer_params``: each field, with the reason."""

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from undercroft._core import Lookup
-    from undercroft.connector.offers import BoundaryState
+    from undercroft.connector.scheduler.offers import BoundaryState
     from undercroft.request_params import LookupParams
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from undercroft.connector.groups import Groups
-    from undercroft.connector.request_state import RequestState
+    from undercroft.connector.scheduler.request_state import RequestState
 
 
 def kept_boundaries(

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from undercroft._core import Session
-    from undercroft.connector.loads import LoadPlan
-    from undercroft.connector.request_state import RequestState
-    from undercroft.connector.stats import Counts
+    from undercroft.connector.observe.stats import Counts
+    from undercroft.connector.scheduler.loads import LoadPlan
+    from undercroft.connector.scheduler.request_state import RequestState
 
 
 class RunningLoads:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from undercroft.compat import KVConnectorStats
-from undercroft.connector.disk_times import DiskTimes, added
-from undercroft.connector.health import ConnectionHealth, DiskHealth, NamespaceHealth, RemoteHealth
+from undercroft.connector.observe.disk_times import DiskTimes, added
 from undercroft.engine import io_engine
+from undercroft.health import ConnectionHealth, DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.log import logger
 from undercroft.metrics import CLIENT_FIELDS_NOT_USED, ORDERS, SHADOWS
 from undercroft.reasons import REASONS

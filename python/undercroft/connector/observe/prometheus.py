@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import undercroft
 from undercroft.compat import KVConnectorPromMetrics
-from undercroft.connector.idle_gauges import IdleGauges
-from undercroft.connector.stats import GAUGES
+from undercroft.connector.observe.idle_gauges import IdleGauges
+from undercroft.connector.observe.stats import GAUGES
 from undercroft.log import LogOnce
 from undercroft.metrics import (
     BUILD_INFO,

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from undercroft.connector.weights import SAMPLED, Digests, weights_digest
+from undercroft.identity.weights import SAMPLED, Digests, weights_digest
 
 _CONFIG = "adapter_config.json"
 _Named = tuple[str, str, bool]

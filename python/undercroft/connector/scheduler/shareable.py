@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from undercroft import vllm_patches
-from undercroft.connector.offers import BoundaryState
+from undercroft.connector.scheduler.offers import BoundaryState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,20 +10,20 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from undercroft import compat, request_params, vllm_patches
-from undercroft.connector.blocking import BlockingWaits
-from undercroft.connector.kept_boundaries import kept_boundaries
 from undercroft.connector.kv_origin import KvOrigin
-from undercroft.connector.loads import plan_load
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
-from undercroft.connector.request_state import RequestState
 from undercroft.connector.resets import drop_namespace
-from undercroft.connector.running_loads import RunningLoads, end_transfer
-from undercroft.connector.saves import Saves
-from undercroft.connector.shareable import Shareable
-from undercroft.connector.single_flight import SingleFlight
-from undercroft.connector.steps import Steps
-from undercroft.connector.tails import Tails, tail_name
-from undercroft.connector.waiting_loads import WaitingLoads
+from undercroft.connector.scheduler.blocking import BlockingWaits
+from undercroft.connector.scheduler.kept_boundaries import kept_boundaries
+from undercroft.connector.scheduler.loads import plan_load
+from undercroft.connector.scheduler.request_state import RequestState
+from undercroft.connector.scheduler.running_loads import RunningLoads, end_transfer
+from undercroft.connector.scheduler.saves import Saves
+from undercroft.connector.scheduler.shareable import Shareable
+from undercroft.connector.scheduler.single_flight import SingleFlight
+from undercroft.connector.scheduler.steps import Steps
+from undercroft.connector.scheduler.tails import Tails, tail_name
+from undercroft.connector.scheduler.waiting_loads import WaitingLoads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from undercroft._core import ArenaAddress, Lookup, Session
     from undercroft.config import UndercroftConfig
     from undercroft.connector.groups import Groups
-    from undercroft.connector.offers import BoundaryState
-    from undercroft.connector.saves import SaveResult
-    from undercroft.connector.stats import Counts
+    from undercroft.connector.observe.stats import Counts
+    from undercroft.connector.scheduler.offers import BoundaryState
+    from undercroft.connector.scheduler.saves import SaveResult
 
 LOOKUP_DEADLINE_S = 60.0
 """Longest time of the answer "later". Then the request computes its prompt, so that no defect can starve requests."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from undercroft._core import Arena
-from undercroft.connector.attaching import AttachAttempt
+from undercroft.connector.worker.attaching import AttachAttempt
 from undercroft.device.factory import pin_arena
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from undercroft.connector.metadata import GroupCopy, TransferJob
-from undercroft.connector.tails import tail_name
+from undercroft.connector.scheduler.tails import tail_name
 from undercroft.device.layout import NULL_BLOCK
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from undercroft.connector.metadata import GroupCopy, TransferJob
-from undercroft.connector.offers import Offer, state_blocks, tail_states, window_offers
-from undercroft.connector.tails import tail_name
+from undercroft.connector.scheduler.offers import Offer, state_blocks, tail_states, window_offers
+from undercroft.connector.scheduler.tails import tail_name
 from undercroft.device.layout import NULL_BLOCK
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from undercroft._core import Extent, SaveGrant, Session
     from undercroft.connector.groups import Groups
     from undercroft.connector.metadata import UndercroftWorkerMetadata
-    from undercroft.connector.offers import BoundaryState
+    from undercroft.connector.scheduler.offers import BoundaryState
 
 GRANT_TIMEOUT_S = 1.0
 """Longest wait for the slots of a save, unless ``server_timeout_ms`` is longer. A healthy server answers in a fraction

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from undercroft.connector.request_state import RequestState
+    from undercroft.connector.scheduler.request_state import RequestState
 
 IDLE_STEPS = 16
 """Successive steps without a token after which nothing but these blocks can be what vLLM waits for. More than the steps

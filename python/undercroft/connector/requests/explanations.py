@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from undercroft._core import Session
-    from undercroft.connector.stats import Counts
+    from undercroft.connector.observe.stats import Counts
 
 SPAN = "undercroft.lookup"
 _TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"

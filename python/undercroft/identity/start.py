@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from undercroft.connector.namespace import known_by_name
 from undercroft.descriptions import why_not_reused as _why_not_reused
 from undercroft.errors import ConfigError, ServerError, StoreError
+from undercroft.identity.namespace import known_by_name
 from undercroft.log import logger
 
 if TYPE_CHECKING:
     from undercroft.config import UndercroftConfig
-    from undercroft.connector.weights import Digests
+    from undercroft.identity.weights import Digests
 
 _SERVER_TIMEOUT_S = 1.0
 """Seconds for which the start waits for a server's answer about its namespaces."""

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undercroft import compat
-from undercroft.connector import schemes
-from undercroft.connector.described_fields import TABLES, Fields
-from undercroft.connector.plain import plain
-from undercroft.connector.releases import FORMAT
-from undercroft.connector.weights import SAMPLED, Digests, model_place, weights_digest
 from undercroft.device.layout import kv_replicas
+from undercroft.identity import schemes
+from undercroft.identity.described_fields import TABLES, Fields
+from undercroft.identity.plain import plain
+from undercroft.identity.releases import FORMAT
+from undercroft.identity.weights import SAMPLED, Digests, model_place, weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

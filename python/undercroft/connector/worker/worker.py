@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from undercroft._core import Arena
 from undercroft.compat import KVConnectorTransferResults
 from undercroft.connector.announcement import Announced
-from undercroft.connector.attached import AttachedArena, EarlyAttempt
-from undercroft.connector.attaching import AttachAttempt
 from undercroft.connector.metadata import TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
-from undercroft.connector.outcomes import Outcomes
-from undercroft.connector.watching import WATCH_S, Watcher
+from undercroft.connector.worker.attached import AttachedArena, EarlyAttempt
+from undercroft.connector.worker.attaching import AttachAttempt
+from undercroft.connector.worker.outcomes import Outcomes
+from undercroft.connector.worker.watching import WATCH_S, Watcher
 from undercroft.device.api import DeviceCopier, Job
 from undercroft.device.factory import make_copier, uses_pinned
 from undercroft.device.layout import DeviceLayout, device_layout, kv_replicas
@@ -222,7 +222,7 @@ class WorkerConnector:
             return self._outcomes.take_saves()
 
     def get_kv_connector_stats(self) -> dict[str, float] | None:
-        """Counters since the last call (`undercroft.connector.stats.WORKER_KEYS`); None if nothing happened."""
+        """Counters since the last call (`undercroft.connector.observe.stats.WORKER_KEYS`); None if nothing happened."""
         if not self._outcomes.has_counters:
             return None
         with self._lock:

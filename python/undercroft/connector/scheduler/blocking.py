@@ -16,7 +16,7 @@ from undercroft.log import LogOnce
 
 if TYPE_CHECKING:
     from undercroft._core import Session
-    from undercroft.connector.request_state import RequestState
+    from undercroft.connector.scheduler.request_state import RequestState
 
 _WARN_AGAIN_S = 60.0
 

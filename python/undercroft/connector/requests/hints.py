@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from undercroft._core import Session
     from undercroft.connector.groups import Groups
-    from undercroft.connector.stats import Counts
+    from undercroft.connector.observe.stats import Counts
     from undercroft.hints import Hint, Hints
 
 MAX_ASKS = 256

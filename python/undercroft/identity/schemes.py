@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from undercroft import compat
-from undercroft.connector.plain import plain
-from undercroft.connector.releases import RELEASES
+from undercroft.identity.plain import plain
+from undercroft.identity.releases import RELEASES
 from undercroft.log import logger
 
 if TYPE_CHECKING:

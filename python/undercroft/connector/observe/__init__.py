@@ -1,0 +1,1 @@
+"""Statistics, metrics, events and records of the connector."""

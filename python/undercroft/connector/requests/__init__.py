@@ -1,0 +1,1 @@
+"""The requests' own wishes: hints, fields, explanations."""
