@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference that come from the code: `python tools/reference.py`."""
+"""Writes the pages of docs/ that come from the code: `python tools/reference.py`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,36 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from undercroft.metrics import Metric
 
-PAGES = Path(__file__).resolve().parent.parent / "docs/reference"
+PAGES = Path(__file__).resolve().parent.parent / "docs"
 GENERATED = "<!-- Written by `python tools/reference.py`. Change the code, then run it again. -->\n\n"
 
 
+CHANGES = """# Changes to vLLM
+
+{generated}\
+undercroft uses vLLM's connector interface. Where that interface is not enough, undercroft changes vLLM at run
+time, in `python/undercroft/vllm_patches/` and nowhere else. `vllm_patches/table.py` holds the same table.
+Each change is guarded: if vLLM lacks a name or has another signature, or if an exception occurs, vLLM
+continues unchanged, and one log line names the feature that is lost. A test removes each name of vLLM that a
+change needs. Attributes whose names begin with `_undercroft` are private notes on vLLM's objects.
+
+{table}"""
+
+
 def pages() -> dict[str, str]:
-    """Name of each page -> its text, as the code has it now."""
-    return {"options.md": _options(), "metrics.md": _metrics(), "cli.md": _commands()}
+    """Each page, by its path in docs/ -> its text, as the code has it now."""
+    return {
+        "reference/options.md": _options(),
+        "reference/metrics.md": _metrics(),
+        "reference/cli.md": _commands(),
+        "internals/vllm-changes.md": _changes(),
+    }
+
+
+def _changes() -> str:
+    from undercroft.vllm_patches import patch_table
+
+    return CHANGES.format(generated=GENERATED, table=patch_table())
 
 
 def _options() -> str:
@@ -128,6 +151,5 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGES.mkdir(exist_ok=True)
     for name, text in pages().items():
         (PAGES / name).write_text(text, encoding="utf-8")

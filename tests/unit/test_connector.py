@@ -14,6 +14,7 @@ from undercroft import log, plugin, registration
 from undercroft.compat import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from undercroft.config import ConfigError
 from undercroft.connector import connector as module
+from undercroft.connector import wiring
 from undercroft.connector.connector import UndercroftConnector
 from undercroft.connector.groups import GroupRegistration
 from undercroft.connector.metadata import UndercroftMetadata
@@ -23,7 +24,7 @@ from undercroft.engine import start_line
 @pytest.fixture
 def engine(monkeypatch):
     engine = FakeEngine()
-    monkeypatch.setattr(module, "open_engine", lambda config, ranks: engine)
+    monkeypatch.setattr(wiring, "open_engine", lambda config, ranks: engine)
     return engine
 
 
@@ -188,7 +189,7 @@ def test_unsupported_model_runs_without_us(monkeypatch):
     def never(config):
         raise AssertionError("no engine is needed")
 
-    monkeypatch.setattr(module, "open_engine", never)
+    monkeypatch.setattr(wiring, "open_engine", never)
     connector = make(kv_config=kv_cache_config([unknown()]))
     one = request()
     connector.on_new_request(one)

@@ -15,7 +15,7 @@ from fake_core import FakeEngine
 from fake_vllm import FakePool, Request, scheduler_output
 from kv_caches import allocate, full, mixed_group, plan, scheduler_config
 from undercroft.compat import KVConnectorRole
-from undercroft.connector import connector as module
+from undercroft.connector import wiring
 from undercroft.connector.connector import UndercroftConnector
 from undercroft.connector.groups import why_unsupported
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata
@@ -34,7 +34,7 @@ class Halves:
     """The scheduler's and the worker's half over one mixed configuration."""
 
     def __init__(self, monkeypatch):
-        monkeypatch.setattr(module, "open_engine", lambda config, ranks: FakeEngine())
+        monkeypatch.setattr(wiring, "open_engine", lambda config, ranks: FakeEngine())
         config = mixed_config()
         self.scheduler = UndercroftConnector(vllm_config(), KVConnectorRole.SCHEDULER, scheduler_config(config))
         self.worker = UndercroftConnector(vllm_config(), KVConnectorRole.WORKER, config)

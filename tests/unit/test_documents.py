@@ -223,7 +223,7 @@ def anchors(file: Path) -> set[str]:
 
 
 def unknown_identifiers(document: str) -> set[str]:
-    """Quoted names in snake_case, CamelCase or capitals that no source has; of ARCHITECTURE, in diagrams too."""
+    """Quoted names in snake_case, CamelCase or capitals that no source has; of ARCHITECTURE.md, in diagrams too."""
     unknown = set()
     blocks = re.findall(r"```\n(.*?)```", text(document), flags=re.DOTALL) if document == "ARCHITECTURE.md" else []
     for one in (*quoted(document), *blocks):
@@ -326,6 +326,10 @@ def test_each_check_sees_a_mistake(check: str, monkeypatch: pytest.MonkeyPatch) 
     written, found = MISTAKES[check]
     monkeypatch.setitem(globals(), "text", lambda document: written)
     assert CHECKS[check]("README.md") == {found}
+
+
+def test_the_architecture_takes_ten_minutes() -> None:
+    assert len(text("ARCHITECTURE.md").split()) <= 2000, "move details to docs/internals/"
 
 
 def test_there_are_documents() -> None:

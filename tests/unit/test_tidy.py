@@ -127,7 +127,7 @@ def test_core_modules_use_lower_layers_only() -> None:
                     allowed = used not in rank or rank[used] <= rank[module]
                 if not allowed:
                     wrong.append(f"{path.relative_to(ROOT)} uses {used}")
-    assert not wrong, f"arrows of ARCHITECTURE.md, section 10, are broken: {wrong}"
+    assert not wrong, f"arrows of ARCHITECTURE.md, The tree, are broken: {wrong}"
 
 
 def test_io_engines_are_named_by_the_driver_only() -> None:

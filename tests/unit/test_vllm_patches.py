@@ -49,7 +49,6 @@ from undercroft.vllm_patches import PATCHES, exempt, table
 from undercroft.vllm_patches.weights import HARMLESS
 
 PACKAGE = Path(undercroft.__file__).parent
-ARCHITECTURE = PACKAGE.parents[1] / "ARCHITECTURE.md"
 OFFLOAD = "vllm.v1.kv_offload.base"
 OFFLOADING_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 MAY_IMPORT_VLLM = {
@@ -485,7 +484,7 @@ def test_a_request_keeps_the_key_of_its_adapter(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("unpatched")
 def test_a_vllm_whose_adapters_cannot_be_told_apart_runs_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("undercroft.connector.connector.open_engine", fail)
+    monkeypatch.setattr("undercroft.connector.wiring.open_engine", fail)
     monkeypatch.delattr(EngineCore, "add_lora")
     config = vllm_config()
     config.lora_config = SimpleNamespace()
@@ -554,11 +553,6 @@ def test_only_the_patches_change_objects_of_vllm() -> None:
                 if "__dict__" in base or changed.endswith("__class__") or words & {"request", "config", "vllm", "pool"}:
                     wrong.append(f"{path}:{node.lineno} {changed} = ...")
     assert not wrong, f"vLLM is changed in vllm_patches/ only: {wrong}"
-
-
-def test_architecture_has_the_table() -> None:
-    text = ARCHITECTURE.read_text(encoding="utf-8")
-    assert vllm_patches.patch_table() in text, "copy the output of undercroft.vllm_patches.patch_table() into it"
 
 
 class Sleeping:

@@ -350,7 +350,7 @@ def replace(*places: tuple[Any, str, Callable[[Any], Callable[..., Any]]], again
 
 
 def patch_table() -> str:
-    """The table as Markdown, for ARCHITECTURE.md."""
+    """The table as Markdown, for docs/internals."""
     lines = [
         "| changed in vLLM | where | why | versions | without the change |",
         "| --- | --- | --- | --- | --- |",

@@ -64,7 +64,7 @@ impl fmt::Debug for BlockHash {
 }
 
 /// SHA-256 over the canonical description of everything that must be equal for the bytes of two
-/// engines to be interchangeable (ARCHITECTURE.md, section 4).
+/// engines to be interchangeable (docs/internals/keys.md).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NamespaceDigest(pub [u8; 32]);
 
