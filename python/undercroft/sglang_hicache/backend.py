@@ -18,7 +18,7 @@ from undercroft.engine import open_engine, start_line
 from undercroft.errors import UndercroftError
 from undercroft.identity.weights import Digests, digests_file
 from undercroft.log import LogOnce, logger
-from undercroft.sglang_hicache import identity, options, weight_updates
+from undercroft.sglang_hicache import identity, options, prefixes, weight_updates
 from undercroft.sglang_hicache.pools import Pool
 from undercroft.sglang_hicache.stats import Stats
 from undercroft.sglang_hicache.store import PoolStore
@@ -58,6 +58,12 @@ class UndercroftHiCache(HiCacheStorage):
         self._off = identity.why_off(self._arguments) or weight_updates.watch(self, self._arguments)
         if self._off is not None:
             logger.warning("undercroft is off, SGLang serves without it: %s.", self._off)
+        elif error := prefixes.complete():
+            logger.warning(
+                "undercroft loads only prompts of which SGLang has nothing in memory, since this SGLang has another "
+                "radix tree (%s); SGLang 0.5.23 is supported.",
+                error,
+            )
 
     # The pools
 

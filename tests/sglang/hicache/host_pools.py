@@ -87,6 +87,15 @@ def keys(prompt: str, count: int) -> list[str]:
     return found
 
 
+def page_hashes(tokens: Sequence[int], prior: bytes | None, page_size: int) -> list[str]:
+    """The hash of each whole page, and of everything before it."""
+    found, last = [], prior or b""
+    for begin in range(0, len(tokens) - page_size + 1, page_size):
+        last = hashlib.sha256(last + np.asarray(tokens[begin : begin + page_size], "<u4").tobytes()).digest()
+        found.append(last.hex())
+    return found
+
+
 def content(key: str, like: torch.Tensor) -> torch.Tensor:
     """The bytes that belong to a key, of a page's size."""
     numbers = np.random.default_rng(list(bytes.fromhex(key)))

@@ -2,64 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed
 from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.mem_cache import memory_pool, utils
+from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-from sglang.srt.runtime_context import get_context, get_parallel
-from sglang.srt.server_args import ServerArgs
 
 from host_pools import LAYERS, PAGE, fill, mha, storage_config, wrong
-from undercroft.sglang_hicache import backend
 
 TOKENS = list(range(40 * PAGE))
 
 
-@pytest.fixture(scope="module")
-def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A group of one rank."""
-    place = tmp_path_factory.mktemp("gloo") / "group"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
-    with (
-        get_context().override_server_args(),
-        get_parallel().override(
-            tp_rank=0, pp_rank=0, attn_cp_rank=0, attn_dcp_rank=0, attn_dcp_size=1, attn_tp_rank=0, attn_tp_size=1
-        ),
-    ):
-        yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that was started with the back end."""
-    arguments = ServerArgs(model_path="tiny", hicache_storage_backend="dynamic")
-    monkeypatch.setattr(backend, "_arguments", lambda: arguments)
-
-
-@pytest.fixture(autouse=True)
-def hash_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang compiles its hash of pages at its first use, which takes a compiler."""
-    monkeypatch.setattr(utils, "get_native_hash", page_hashes)
-
-
-def page_hashes(tokens: Sequence[int], prior: bytes | None, page_size: int) -> list[str]:
-    """The hash of each whole page, and of everything before it."""
-    found, last = [], prior or b""
-    for begin in range(0, len(tokens) - page_size + 1, page_size):
-        last = hashlib.sha256(last + np.asarray(tokens[begin : begin + page_size], "<u4").tobytes()).digest()
-        found.append(last.hex())
-    return found
+pytestmark = pytest.mark.usefixtures("server")
 
 
 def controller(rank: Any, pool: Any, disk: Path, **changed: Any) -> HiCacheController:
