@@ -59,7 +59,7 @@ $(DEPS): $(STAMPS)/venv pyproject.toml tools/overrides.txt tools/vllm_command.py
 	@rm -f $(STAMPS)/deps-* && touch $@
 
 $(STAMPS)/wheel: $(DEPS) $(RUST_SOURCES) | cargo
-	@$(UV_ENV); $(COMMIT); maturin develop --release --uv
+	@$(UV_ENV); $(COMMIT); maturin develop --release --uv --features faults
 	@$(UV_ENV); maturin develop --release --uv --manifest-path rust/pyo3-bench/Cargo.toml
 	@touch $@
 
@@ -166,6 +166,7 @@ lint: lint-rust lint-python  ## Formatting, clippy, rustdoc, licenses, ruff, myp
 lint-rust: | cargo
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --keep-going --quiet -- -D warnings
+	cargo clippy --package undercroft-host --all-targets --features faults --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(if $(CARGO_DENY),cargo deny --all-features check licenses bans sources,$(PYTHON) tools/dependencies.py)
 

@@ -171,7 +171,6 @@ class Engine:
         ``disk_write_rate`` (bytes per second), ``disk_ttl`` (seconds), ``remote`` (URL), ``remote_object`` (bytes),
         ``remote_write``,
         ``remote_write_rate`` (bytes per second), ``remote_ttl`` (seconds), ``remote_any_owner``, ``verify_host``,
-        ``inject_faults`` (see `limit_reads`),
         ``socket_dir``, ``socket`` (the socket's path, instead of a path in ``socket_dir``), and ``share`` (if a
         directory is in use by another engine of this user, use that engine, and take the directories over when it
         ends). With ``server`` the engine's own options have no effect.
@@ -237,7 +236,8 @@ class Engine:
     def limit_reads(self, bytes_per_s: float | None = None) -> bool:
         """For benchmarks: let reads from the disks end at a rate. With 0 they never end. None removes the limit.
 
-        False unless the engine is in this process and was opened with ``inject_faults``.
+        False unless the engine is in this process and was opened with ``inject_faults``, an option of builds with the
+        feature ``faults`` such as that of ``make build``.
         """
 
     def close(self) -> None:

@@ -121,6 +121,7 @@ pub struct HostConfig {
     /// Compare the checksums of blocks in host memory before each hit.
     pub verify_host: bool,
     /// For benchmarks: [`crate::EngineHost::limit_reads`] can make the disks slow, or make them hang.
+    #[cfg(feature = "faults")]
     pub inject_faults: bool,
     /// If another engine of this user has the directories open, use that engine, and take the directories over
     /// when it ends.

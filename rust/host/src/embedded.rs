@@ -57,13 +57,13 @@ impl EmbeddedHost {
         let directories = Directories::open(config)?;
         let arena = Arc::new(memory.arena(config.arena_bytes(), config.is_server())?);
         let io = (config.io_engine, config.io_depth());
-        let engine = RunningEngine::start_with(
-            of_engine,
-            directories,
-            io,
-            Arc::clone(&arena),
-            (None, config.inject_faults),
-        )?;
+        #[cfg(feature = "faults")]
+        let slowed = config.inject_faults;
+        #[cfg(not(feature = "faults"))]
+        let slowed = false;
+        let how = (None, slowed);
+        let of_io = Arc::clone(&arena);
+        let engine = RunningEngine::start_with(of_engine, directories, io, of_io, how)?;
         engine.attach_remote(config)?;
         let (engine, arena_id) = (Arc::new(engine), random());
         let token = new_token();
@@ -142,6 +142,7 @@ impl EngineHost for EmbeddedHost {
         self.engine.stats()
     }
 
+    #[cfg(feature = "faults")]
     fn limit_reads(&self, bytes_per_s: Option<f64>) -> bool {
         self.engine.limit_reads(bytes_per_s)
     }

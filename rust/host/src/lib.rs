@@ -101,7 +101,8 @@ pub trait EngineHost: Debug + Send + Sync {
     }
 
     /// For benchmarks: from now on, reads from the disks end at this rate in bytes a second. With 0 they never end.
-    /// `None` removes the limit. False unless the engine is in this process and was opened with `inject_faults`.
+    /// `None` removes the limit. False unless the engine is in this process and was opened
+    /// with `inject_faults`, an option of builds with the feature `faults`.
     fn limit_reads(&self, _bytes_per_s: Option<f64>) -> bool {
         false
     }

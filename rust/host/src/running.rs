@@ -10,6 +10,7 @@ use undercroft_core::arena::Arena;
 use undercroft_core::disk::Health;
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{Engine, EngineConfig, Recovery};
+#[cfg(feature = "faults")]
 use undercroft_core::io::fault::{FaultControl, FaultEngine};
 use undercroft_core::io::{IoEngineChoice, IoFeatures, open_encrypting_engine, open_io_engine};
 use undercroft_ipc::stats_json;
@@ -27,7 +28,8 @@ pub struct RunningEngine {
     arena: Arc<Arena>,
     io: IoFeatures,
     recovery: Recovery,
-    /// Makes the disks slow; `None` if faults cannot be injected.
+    /// Makes the disks slow; `None` if the engine was opened without.
+    #[cfg(feature = "faults")]
     faults: Option<FaultControl>,
     directories: Arc<SharedDirectories>,
     /// The remote store, if there is one.
@@ -51,13 +53,13 @@ impl RunningEngine {
     }
 
     /// Like [`RunningEngine::start`]. `pause`: time until directories that are not open are tried again.
-    /// `inject_faults`: whether the disks can be made slow.
+    /// `slowed`: whether the disks can be made slow, in a build with the feature `faults`.
     pub(crate) fn start_with(
         config: EngineConfig,
         directories: Directories,
         (choice, depth): (IoEngineChoice, usize),
         arena: Arc<Arena>,
-        (pause, inject_faults): (Option<Duration>, bool),
+        (pause, slowed): (Option<Duration>, bool),
     ) -> Result<Self, HostError> {
         // Without a disk no ring is needed.
         let choice = if directories.states.is_empty() {
@@ -77,7 +79,10 @@ impl RunningEngine {
             None => open_io_engine(choice, depth, of_io, files),
         };
         let (io, features) = opened.map_err(HostError::Io)?;
-        let (io, faults) = if inject_faults {
+        #[cfg(not(feature = "faults"))]
+        assert!(!slowed, "this build cannot make disks slow");
+        #[cfg(feature = "faults")]
+        let (io, faults) = if slowed {
             let (io, faults) = FaultEngine::new(io);
             (Box::new(io) as _, Some(faults))
         } else {
@@ -98,6 +103,7 @@ impl RunningEngine {
             arena,
             io: features,
             recovery,
+            #[cfg(feature = "faults")]
             faults,
             directories,
             remote: OnceLock::new(),
@@ -133,6 +139,7 @@ impl RunningEngine {
     }
 
     /// See [`crate::EngineHost::limit_reads`].
+    #[cfg(feature = "faults")]
     pub(crate) fn limit_reads(&self, bytes_per_s: Option<f64>) -> bool {
         if let Some(faults) = &self.faults {
             faults.limit_reads(bytes_per_s);

@@ -1,8 +1,8 @@
 //! Moving bytes between the arena and files. This layer knows files and buffers, but no keys of blocks.
 //!
 //! The engine produces [`IoRequest`]s and consumes [`IoCompletion`]s; an [`IoEngine`] carries them
-//! out. Three implementations: io_uring ([`uring`]), a thread pool ([`pool`]) and a fault injector
-//! ([`fault`]) that wraps either.
+//! out. Two implementations: io_uring ([`uring`]) and a thread pool ([`pool`]). With the feature `faults`, a fault injector
+//! wraps either.
 //!
 //! Checksums are computed here, outside the engine's lock, over the first `payload_len` bytes: of
 //! the source of a write, and of the destination after a read has completed.
@@ -12,6 +12,7 @@
 mod batch;
 mod checksums;
 mod contract;
+#[cfg(feature = "faults")]
 pub mod fault;
 pub mod fault_hook;
 mod features;
@@ -19,6 +20,7 @@ mod files;
 mod in_flight;
 mod operation;
 pub mod pool;
+#[cfg(feature = "bare-loop")]
 pub mod raw;
 mod ring;
 mod sealed;

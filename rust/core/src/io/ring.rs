@@ -237,6 +237,7 @@ impl Ring {
     }
 
     /// Transfers and syncs pushed and not yet reaped.
+    #[cfg(feature = "bare-loop")]
     pub(super) fn pending(&self) -> usize {
         self.pending
     }
