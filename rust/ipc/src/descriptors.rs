@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 
+use nix::libc;
 use nix::sys::socket::setsockopt;
 use nix::sys::socket::sockopt::SetBool;
 use rustix::io::Errno;
