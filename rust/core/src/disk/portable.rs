@@ -8,6 +8,7 @@
 use std::io::{self, Read, Write};
 
 use crate::checksum::checksum;
+use crate::little_endian::{u32_at, u64_at};
 use crate::namespace::NamespaceSpec;
 
 use super::format::{BLOCK_BYTES, ENTRY_BYTES, NamespaceEntry, PLACEHOLDER, RECORD_BYTES, Record};
@@ -129,7 +130,7 @@ impl<R: Read> PortableReader<R> {
         if header[..8] != MAGIC {
             return Err(PortableError::NotOurs);
         }
-        let version = header[8..12].try_into().map_or(0, u32::from_le_bytes);
+        let version = u32_at(&header, 8);
         if version != PORTABLE_VERSION {
             return Err(PortableError::Version(version));
         }
@@ -201,12 +202,11 @@ impl<R: Read> PortableReader<R> {
 
     /// Whether the end is sound, and nothing follows.
     fn is_end(&mut self, end: &[u8; RECORD_BYTES]) -> io::Result<bool> {
-        let number = |at: usize| end[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
         let told = Totals {
-            blocks: number(8),
-            bytes: number(16),
+            blocks: u64_at(end, 8),
+            bytes: u64_at(end, 16),
         };
-        let is_sound = number(END_BODY) == checksum(&end[..END_BODY]) && told == self.totals;
+        let is_sound = u64_at(end, END_BODY) == checksum(&end[..END_BODY]) && told == self.totals;
         Ok(is_sound && self.from.read(&mut [0])? == 0)
     }
 }
