@@ -189,6 +189,9 @@ impl Engine {
             let request = self.sessions.request_id(transfer.session, &request);
             if let Some(request) = request {
                 self.sessions.requests[request].failed = true;
+                // The request may have looked up again meanwhile. Its lookups are misses from now on: a promotion would
+                // only hold a part of the budget.
+                self.release_hit(request);
             }
         }
         true

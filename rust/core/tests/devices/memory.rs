@@ -2,9 +2,9 @@
 
 use undercroft_core::engine::EngineConfig;
 use undercroft_core::io::IoRequest;
-use undercroft_core::session::LookupRequest;
+use undercroft_core::session::{LookupRequest, Tokens};
 
-use crate::rig::{MILLISECOND, Rig, SECOND, prompt};
+use crate::rig::{HASH_BLOCK, MILLISECOND, Rig, SECOND, prompt};
 use crate::{SMALL, two_directories};
 
 const PAYLOAD: u32 = 64 << 10;
@@ -102,6 +102,24 @@ fn payloads_are_written_while_a_prefetch_waits_for_the_budget() {
     rig.settle();
     assert_eq!(rig.engine.counters().disk_writes, 4);
     assert!(rig.engine.lookup(rig.session, &prefetch).is_pending());
+}
+
+#[test]
+fn a_request_whose_load_has_failed_leaves_the_budget_of_its_reads_to_others() {
+    let mut rig = on_disk(&config(8), &[(1, 8), (2, 8)]);
+    assert_eq!(wait_for(1, 4, &mut rig), 4);
+    let tokens = Tokens(4 * HASH_BLOCK);
+    let load = rig.engine.begin_load(rig.session, "1", Tokens(0), tokens);
+    // The request is preempted, and asks for more before its load has ended.
+    assert_eq!(rig.ask(1, 8), None);
+    rig.engine.end_transfer(load.unwrap().id, false);
+    assert_eq!(rig.ask(1, 8), Some(0));
+    for request in rig.start(64) {
+        let is_read = matches!(request, IoRequest::ReadPayload { .. });
+        assert!(!is_read, "nothing is read for it");
+        rig.end(request);
+    }
+    assert_eq!(wait_for(2, 8, &mut rig), 8);
 }
 
 #[test]
