@@ -48,9 +48,7 @@ impl Engine {
         if self.residency.has_rest() {
             let mut visible = Vec::new();
             self.residency.continue_rest(&mut visible);
-            self.writeback
-                .offer_new(&visible, &mut self.residency, &mut self.counters);
-            self.offer_remote(&visible);
+            self.offer_arrived(&visible);
         }
     }
 
@@ -251,15 +249,24 @@ impl Engine {
         promotions.read_ended(node, group, result.is_ok(), &mut parts);
     }
 
-    /// A payload's slot in the arena was filled: offers the nodes that became visible to disk. `visible` is a
-    /// buffer.
+    /// A payload's slot in the arena was filled. `visible` is a buffer.
     pub(super) fn payload_arrived(&mut self, node: NodeId, group: u8, visible: &mut Vec<NodeId>) {
         visible.clear();
         self.residency.host_filled(node, group, visible);
+        self.offer_arrived(visible);
+        if visible.first() != Some(&node) {
+            self.writeback
+                .offer_late(node, group, &mut self.residency, &mut self.counters);
+        }
+        // Payloads that wait to be written stay in the arena, so they are offered first.
+        self.residency.reconcile(node);
+    }
+
+    /// Nodes have become visible: offers their payloads to disk, and their segments to the remote store.
+    fn offer_arrived(&mut self, visible: &[NodeId]) {
         self.writeback
             .offer_new(visible, &mut self.residency, &mut self.counters);
         self.offer_remote(visible);
-        self.residency.reconcile(node);
     }
 
     fn read_failed(&mut self, (node, group): (NodeId, u8), device: DeviceIndex, fault: IoFault) {

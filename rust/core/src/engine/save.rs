@@ -404,13 +404,6 @@ impl Engine {
             return SaveStep::Block;
         }
         plan.cursor.blocks.offered = plan.cursor.blocks.offered.max(depth);
-        if self.residency.node(node).required() == 0 {
-            // Nothing has to be copied for this block.
-            let mut visible = Vec::new();
-            self.residency.propagate_visible(node, &mut visible);
-            self.writeback
-                .offer_new(&visible, &mut self.residency, &mut self.counters);
-        }
         plan.tail = (node, self.residency.node(node).epoch);
         SaveStep::Block
     }
@@ -555,8 +548,6 @@ impl Engine {
                 self.checksums.add_saved(node, group, &self.residency);
             }
             self.payload_arrived(node, group, &mut visible);
-            self.writeback
-                .offer_late(node, group, &mut self.residency, &mut self.counters);
         }
         if ok {
             self.offer_remote_saved(payloads);

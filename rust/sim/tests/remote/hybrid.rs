@@ -6,8 +6,8 @@ use undercroft_core::namespace::GroupKind;
 use undercroft_core::remote::RemoteWrite;
 use undercroft_core::session::{LookupRequest, Tokens};
 
-use crate::rig::{BLOCK, Host, Random, assert_complete, chain, config, model, offers};
-use crate::store::Objects;
+use crate::rig::{BLOCK, Host, MILLISECOND, Random, assert_complete, chain, config, model, offers};
+use crate::store::{Connection, Objects};
 use crate::{MODEL, hex, host_of};
 
 const WINDOW: &[GroupKind] = &[GroupKind::Full, GroupKind::SlidingWindow { tokens: 200 }];
@@ -108,6 +108,27 @@ fn one_host_loads_what_another_has_computed() {
         reader.run(1000, &mut objects, &mut random);
         assert_eq!((objects.probes, objects.gets), asked);
         assert_eq!(objects.puts, 0, "{kinds:?}");
+        reader.check();
+    }
+}
+
+#[test]
+fn windows_and_states_from_the_store_are_written_to_disk() {
+    for kinds in MODELS {
+        let hashes = chain(&[(1, 70)]);
+        let config = config(512, 8);
+        let mut objects = computed(&config, kinds, &hashes, &[70]);
+        let store = Connection::new(128, 20 * MILLISECOND);
+        let mut reader = Host::new(config, store, 1024);
+        let session = reader.enter(|engine| engine.open_session(model(1, kinds)));
+        let session = session.expect("a payload fits");
+        let mut random = Random(2);
+        let (tokens, _) = reader.ask(session, "r", &hashes, &mut objects, &mut random);
+        assert_eq!(tokens, 70 * BLOCK, "{kinds:?}");
+        reader.run(500, &mut objects, &mut random);
+        let gauges = reader.engine.gauges();
+        assert!(gauges.host_blocks > 70, "{kinds:?}");
+        assert_eq!(gauges.disk_blocks, gauges.host_blocks, "{kinds:?}");
         reader.check();
     }
 }

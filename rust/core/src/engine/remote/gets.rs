@@ -24,8 +24,6 @@ struct Reserved {
     payloads: Vec<(NodeId, u8)>,
     indices: Vec<u32>,
     expected: Expected,
-    /// Nodes without a missing payload that were made.
-    bare: Vec<NodeId>,
     /// Nodes with a window's block or a state that the object has.
     optional: Vec<NodeId>,
 }
@@ -132,10 +130,6 @@ impl Remote {
             return None;
         };
         self.keep(id, piece, &reserved, parts.residency);
-        let mut visible = Vec::new();
-        for &node in &reserved.bare {
-            parts.residency.propagate_visible(node, &mut visible);
-        }
         let flight = &mut self.flights[id];
         flight.next += 1;
         flight.ends.push(flight.lease);
@@ -263,7 +257,6 @@ fn reserve(flight: &Flight, piece: Piece, parts: &mut EngineParts<'_>) -> Option
             hashes: flight.hashes_of(piece).to_vec(),
             payloads: piece.payloads(residency.spec(flight.ns)),
         },
-        bare: Vec::new(),
         optional: Vec::new(),
     };
     let (mut at, hashes) = (0, flight.hashes_of(piece));
@@ -276,9 +269,6 @@ fn reserve(flight: &Flight, piece: Piece, parts: &mut EngineParts<'_>) -> Option
             None if piece.group.is_some() => return undo(&reserved, residency),
             None => residency.insert(flight.ns, reserved.end, hash, 0),
         };
-        if found.is_none() && residency.node(node).required() == 0 {
-            reserved.bare.push(node);
-        }
         reserved.end = node;
         while let Some(&SegmentPayload { group, .. }) =
             (reserved.expected.payloads.get(at)).filter(|of| of.hash_block == index)
@@ -303,10 +293,6 @@ fn reserve(flight: &Flight, piece: Piece, parts: &mut EngineParts<'_>) -> Option
 /// Frees the slots of an object that could not be reserved in full, and the nodes that were made for it.
 fn undo(reserved: &Reserved, residency: &mut Residency) -> Option<Reserved> {
     // The nodes of a long chain are removed in later entries. Until then a save may find them and continue below.
-    let mut visible = Vec::new();
-    for &node in &reserved.bare {
-        residency.propagate_visible(node, &mut visible);
-    }
     if reserved.end != NONE {
         residency.reconcile(reserved.end);
     }

@@ -54,6 +54,11 @@ impl Residency {
             last: self.tick,
             hit_class,
         });
+        if required == 0 {
+            // Nothing has to be copied for this block: it is visible once its parent is, and there is nothing to write.
+            let reach = self.reach(id);
+            self.forest.node_mut(id).set_reach(reach);
+        }
         if parent != NONE {
             // The child needs the last copy of its parent's payload.
             self.refresh(parent);

@@ -105,7 +105,7 @@ impl WriteBack {
         }
     }
 
-    /// Queues the optional payload that has arrived at a node, which may have been visible before.
+    /// Queues the optional payload that has arrived at a node that was visible before, unless it came from disk.
     pub(in crate::engine) fn offer_late(
         &mut self,
         id: NodeId,
@@ -114,7 +114,8 @@ impl WriteBack {
         counters: &mut Counters,
     ) {
         let node = residency.node(id);
-        if node.is_visible() && !node.requires(group) {
+        let is_new = node.payload(group).disk == DiskState::Empty;
+        if is_new && node.is_visible() && !node.requires(group) {
             self.offer_new(&[id], residency, counters);
         }
     }
