@@ -253,7 +253,7 @@ impl Engine {
             .step(self.now_ns, &mut self.residency, &mut self.counters);
         let is_stuck = self.promotions.take_lack()
             && self.residency.queued_bytes() == 0
-            && !self.residency.has_searches();
+            && !self.residency.has_page_moves();
         if is_stuck {
             self.pins.give_way(&mut self.residency, &mut self.counters);
         }

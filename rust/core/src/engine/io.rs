@@ -52,11 +52,11 @@ impl Engine {
         }
     }
 
-    /// Continues the searches for pages of other size classes. Each region may look at `visits` nodes, for the rest of
+    /// Goes on to move pages between size classes. Each region may look at `visits` nodes, for the rest of
     /// the turn, too.
-    pub(super) fn continue_searches(&mut self, visits: usize) {
-        self.residency.allow_searches(visits as u32);
-        self.residency.continue_searches(&mut self.counters);
+    pub(super) fn continue_page_moves(&mut self, visits: usize) {
+        self.residency.allow_page_moves(visits as u32);
+        self.residency.continue_page_moves(&mut self.counters);
     }
 
     /// Continues to resize tiers. Each region may look at `visits` nodes.

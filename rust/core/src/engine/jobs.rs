@@ -51,7 +51,7 @@ jobs! {
     Io,        retention,    |of| of.removals,            |e, n, turn| if !turn.has_walked { e.evict_unused(n) };
     Io,        visibility,   |of| of.tells,               |e, n, _| e.show_more(n);
     Io,        placeholders, |of| of.removals / 2 + 1,    |e, n, _| e.residency.continue_placeholders(n), owed;
-    Io,        searches,     |of| of.visits as usize / 2, |e, n, _| e.continue_searches(n);
+    Io,        page_moves,   |of| of.visits as usize / 2, |e, n, _| e.continue_page_moves(n);
     Io,        hints,        |_| DEMOTED_MAX,             |e, n, _| e.step_hints(n);
     // No operation starts on a device that does not answer. Reads start before writes.
     Io,        stalls,       by_room,                     |e, _, _| e.look_at_devices(), owed;
@@ -101,8 +101,8 @@ fn placeholders(of: &Engine) -> Due {
     Due::Now.when(of.residency.has_placeholders())
 }
 
-fn searches(of: &Engine) -> Due {
-    Due::Now.when(of.residency.has_searches())
+fn page_moves(of: &Engine) -> Due {
+    Due::Now.when(of.residency.has_page_moves())
 }
 
 fn hints(of: &Engine) -> Due {

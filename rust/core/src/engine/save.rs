@@ -129,7 +129,7 @@ impl Engine {
         if self.draining || state.is_barred {
             return None;
         }
-        self.residency.allow_searches(self.config.visits / 2);
+        self.residency.allow_page_moves(self.config.visits / 2);
         self.residency.allow_rest(self.config.tells);
         // Blocks that this request has saved or found before are not counted as found again.
         let known = state.saved.get(save.request).copied().unwrap_or(0);
@@ -198,7 +198,7 @@ impl Engine {
                 refused: false,
             };
         };
-        self.residency.allow_searches(self.config.visits / 2);
+        self.residency.allow_page_moves(self.config.visits / 2);
         self.residency.allow_rest(self.config.tells);
         let leased = cursor.tail;
         let epoch = if leased == NONE {

@@ -102,6 +102,14 @@ impl Payload {
         }
     }
 
+    /// The payload's slot in `tier`, if it has one.
+    pub(crate) fn slot(&self, tier: Tier) -> u32 {
+        match tier {
+            Tier::Host => self.host_slot,
+            Tier::Disk => self.disk_slot,
+        }
+    }
+
     /// Whether the payload can be read from `tier`.
     pub fn is_readable(&self, tier: Tier) -> bool {
         match tier {

@@ -69,21 +69,6 @@ impl Slots {
         Some((page.class, owners, page.unit + self.units(page.class)))
     }
 
-    /// Whether no page of a run is in use.
-    pub(crate) fn is_free(&self, run: Run) -> bool {
-        self.pages_of(run).is_empty()
-    }
-
-    /// Whether a run still consists of whole pages, none of which is withheld: a newer page may reach beyond the run.
-    pub(crate) fn is_whole(&self, run: Run) -> bool {
-        !self.has_withheld(run)
-            && self.pages_of(run).into_iter().all(|number| {
-                let page = self.page(number);
-                let end = page.unit + self.units(page.class);
-                run.holds(page.unit) && end <= run.unit + run.units
-            })
-    }
-
     /// Whether `offset` lies in a run.
     pub(crate) fn is_in(&self, run: Run, offset: u64) -> bool {
         run.holds(self.unit_of(offset))

@@ -157,20 +157,20 @@ proptest! {
 }
 
 #[test]
-fn a_run_with_a_withheld_or_excluded_unit_is_not_whole() {
+fn a_run_with_a_withheld_or_excluded_unit_is_known() {
     let mut slots = Slots::new(4 << 20, 1 << 20);
     let class = slots.class_for(1 << 20).unwrap();
     let run = slots.run_at(0, class);
-    assert!(slots.is_whole(run));
+    assert!(!slots.has_withheld(run));
     let withheld = slots.withholding(0);
     let taken = slots.withhold(withheld).unwrap();
     let around = slots.run_at(slots.run_range(taken).0, class);
-    assert!(!slots.is_whole(around));
+    assert!(slots.has_withheld(around));
     slots.put_back(taken);
-    assert!(slots.is_whole(around));
+    assert!(!slots.has_withheld(around));
     let byte = (2 << 20) + 5000..(2 << 20) + 5001;
     slots.exclude(std::slice::from_ref(&byte));
-    assert!(!slots.is_whole(slots.run_at(2 << 20, class)));
+    assert!(slots.has_withheld(slots.run_at(2 << 20, class)));
     assert_eq!(slots.capacity(), (4 << 20) - (16 << 10), "one unit");
 }
 

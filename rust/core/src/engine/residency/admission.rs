@@ -46,9 +46,6 @@ impl Residency {
         let depth = self.forest.depth(parent) + 1;
         let spec = self.spec(ns);
         let (groups, required) = (spec.groups.len(), spec.required(depth));
-        if parent != NONE {
-            self.note_use(parent);
-        }
         let id = self.forest.insert(ns, parent, hash, groups, required);
         self.forest.node_mut(id).set_touch(Touch {
             last: self.tick,

@@ -15,8 +15,8 @@ pub(in crate::engine) enum DiskRefusal {
     Admission,
     /// Everything on disk is in use.
     Full,
-    /// A search looks at pages of other size classes: the next entry tries again.
-    Searching,
+    /// Pages of another size class may become free: the next entry tries again.
+    Later,
     /// No directory takes writes.
     Degraded,
 }
@@ -93,7 +93,7 @@ impl Residency {
         let chosen = self.choose_disk(id, now_ns).ok_or(DiskRefusal::Degraded)?;
         let bound = self.node(id).slots(Tier::Disk) > 0;
         let others = self.devices().filter(|&device| device != chosen && !bound);
-        let mut is_searching = false;
+        let mut may_have_room = false;
         for device in std::iter::once(chosen).chain(others) {
             let takes = self.disks[device.index()].health.takes_writes(now_ns);
             let class = self.class_on_disk(self.node(id).ns, device, usize::from(group));
@@ -108,10 +108,10 @@ impl Residency {
             if let Some(offset) = self.reserve_on(id, group, device, counters) {
                 return Ok((device, offset));
             }
-            is_searching |= self.is_searching(region);
+            may_have_room |= self.may_have_room_soon(region);
         }
-        Err(match is_searching {
-            true => DiskRefusal::Searching,
+        Err(match may_have_room {
+            true => DiskRefusal::Later,
             false => DiskRefusal::Full,
         })
     }

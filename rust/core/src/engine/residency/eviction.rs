@@ -152,7 +152,7 @@ impl Residency {
     }
 
     /// Makes room in a region for one slot of a size class, or more. False if nothing may be evicted, or if the caller
-    /// `waits` for the end of a search that may find payloads of less worth.
+    /// `waits` for a run of pages that is being emptied for the class.
     ///
     /// Space moves between models by use: the class's own first candidate is evicted, unless a run of other
     /// classes' pages is worth less.
@@ -165,7 +165,7 @@ impl Residency {
     ) -> bool {
         let own = self.victim(region, class);
         let has_room = self.take_run(region, class, own, counters)
-            || !(waits && self.is_searching_for(region, class))
+            || !(waits && self.is_emptying_for(region, class))
                 && self.evict_own(region, class, counters);
         self.note_refusal(region, class, !has_room);
         has_room

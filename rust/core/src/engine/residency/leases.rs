@@ -11,7 +11,6 @@ impl Residency {
     /// Adds a lease to a node.
     pub(in crate::engine) fn pin(&mut self, id: NodeId) {
         self.withdraw(id);
-        self.note_use(id);
         self.forest.node_mut(id).change_uses(|uses| uses.pins += 1);
     }
 
@@ -29,7 +28,6 @@ impl Residency {
         self.pin(id);
         for above in self.window_above(id) {
             self.withdraw(above);
-            self.note_use(above);
             let mut node = self.forest.node_mut(above);
             node.change_uses(|uses| uses.holds += 1);
         }

@@ -10,7 +10,7 @@ use crate::policy::{HIT_CLASSES, PolicyKind};
 use crate::slots::{Owner, Place, slot_offset};
 
 use super::geometry::Region;
-use super::runs::RunSearch;
+use super::page_moves::PageMove;
 use super::state::{Residency, new_policy};
 
 /// A sound record of a known namespace.
@@ -79,7 +79,7 @@ impl Residency {
         );
         let policy = new_policy(kind, image.capacity, seed);
         self.disks.push(Disk::new(image, policy, instances));
-        self.searches.push(RunSearch::default());
+        self.page_moves.push(PageMove::default());
     }
 
     /// Advances the tick to the tick of a record.

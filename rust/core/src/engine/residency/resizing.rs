@@ -1,8 +1,8 @@
 //! Regions whose size an operator has set: pages are withheld from all size classes, and returned to the system.
 //!
-//! Free pages are withheld first. Then pages of the least worth are emptied, by the search that also moves pages
-//! between size classes (`runs`). Where a search finds no page, leaves are evicted, down to half of the size at most: a
-//! payload with too many nodes below keeps its page from being emptied.
+//! Free pages are withheld first. Then pages of little worth are emptied, as if for another size class (`page_moves`).
+//! Where no page can be emptied, leaves are evicted, down to half of the size at most: a payload with too many nodes
+//! below keeps its page.
 
 use std::collections::VecDeque;
 
@@ -66,7 +66,7 @@ impl Residency {
 
     /// Sets the size of a region.
     pub(in crate::engine) fn set_target(&mut self, region: Region, target: u64) {
-        let count = self.searches.len();
+        let count = self.page_moves.len();
         self.resizing.resize_with(count, Resizing::default);
         let resizing = self.resizing_mut(region);
         resizing.target = Some(target);
@@ -128,7 +128,7 @@ impl Residency {
         if !self.has_resizing(now_ns) {
             return;
         }
-        self.allow_searches(visits);
+        self.allow_page_moves(visits);
         for region in self.regions() {
             if now_ns < self.resizing[region.index()].next_ns {
                 continue;
@@ -154,8 +154,8 @@ impl Residency {
             let class = self.slots_mut(region).withholding(order);
             if free.is_none() && !self.take_run(region, class, None, counters) {
                 self.note_refusal(region, class, true);
-                let is_searching = self.is_at_work(region);
-                if !is_searching && !self.evict_coldest(region, counters) {
+                let is_emptying = self.is_emptying(region);
+                if !is_emptying && !self.evict_coldest(region, counters) {
                     self.resizing_mut(region).next_ns = now_ns + PAUSE_NS;
                 }
                 return;

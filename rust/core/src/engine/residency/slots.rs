@@ -44,8 +44,6 @@ impl Residency {
             },
         };
         self.withdraw(id);
-        self.note_use(id);
-        self.note_slot(Region::Host, class, offset);
         // The record of an encrypted payload has no checksum.
         let disk = self.disks().get(self.node(id).device.index());
         let has_sum = state == HostState::Reading
@@ -163,7 +161,6 @@ impl Residency {
     /// Counts a payload that is added to the write queue.
     pub(in crate::engine) fn queue_write(&mut self, id: NodeId, group: u8) {
         self.withdraw(id);
-        self.note_use(id);
         self.forest.node_mut(id).change_payload(group, |payload| {
             assert_eq!(
                 payload.host,
@@ -204,10 +201,6 @@ impl Residency {
     ) {
         self.unqueue_write(id, group);
         self.withdraw(id);
-        self.note_use(id);
-        let region = Region::Disk(device);
-        let class = self.class(id, region, group);
-        self.note_slot(region, class, offset);
         let mut node = self.forest.node_mut(id);
         assert!(
             node.slots(Tier::Disk) == 0 || node.device == device,

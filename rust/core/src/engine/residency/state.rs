@@ -13,11 +13,11 @@ use super::super::config::EngineConfig;
 use super::erasures::Erasures;
 use super::geometry::{Geometry, Region};
 use super::host_checksums::HostChecksums;
+use super::page_moves::{Moves, PageMove};
 use super::placeholders::Placeholders;
 use super::removal::Removals;
 use super::resizing::Resizing;
 use super::rest::Rest;
-use super::runs::{Moves, RunSearch};
 use super::sweep::ClearTotals;
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
@@ -68,9 +68,8 @@ pub(in crate::engine) struct Residency {
     pub(super) rest: Rest,
     /// Some nodes that belong to the host chain may not be marked so.
     pub(super) is_rise_cut: bool,
-    /// How far each region was searched for pages that another size class may take: the arena, then the
-    /// directories.
-    pub(super) searches: Vec<RunSearch>,
+    /// The pages that move to another size class, by region: the arena, then the directories.
+    pub(super) page_moves: Vec<PageMove>,
     pub(super) moves: Moves,
     /// The sizes that an operator has set, by region; empty before the first order.
     pub(super) resizing: Vec<Resizing>,
@@ -105,7 +104,7 @@ impl Residency {
             placeholders: Placeholders::default(),
             rest: Rest::new(),
             is_rise_cut: false,
-            searches: vec![RunSearch::default()],
+            page_moves: vec![PageMove::default()],
             moves: Moves::default(),
             resizing: Vec::new(),
             disk_gaps: false,

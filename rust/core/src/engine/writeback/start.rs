@@ -65,7 +65,7 @@ impl WriteBack {
             residency.reserve_disk(id, group, write.admitted, now_ns, has_room, counters);
         match reserved {
             Ok(place) => Some(write_request(write, place, parts)),
-            Err(DiskRefusal::Searching) => {
+            Err(DiskRefusal::Later) => {
                 self.wait_for_room(write);
                 None
             }
@@ -168,7 +168,7 @@ fn count_refusal(why: WriteRefusal, counters: &mut Counters) {
         WriteRefusal::Disk(DiskRefusal::Admission) => counters.refused_admission += 1,
         WriteRefusal::Disk(DiskRefusal::Full) => counters.refused_disk_full += 1,
         WriteRefusal::Disk(DiskRefusal::Degraded) => counters.refused_disk_degraded += 1,
-        WriteRefusal::Disk(DiskRefusal::Searching) | WriteRefusal::Ancestor => {}
+        WriteRefusal::Disk(DiskRefusal::Later) | WriteRefusal::Ancestor => {}
     }
 }
 
