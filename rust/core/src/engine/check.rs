@@ -36,15 +36,14 @@ impl Engine {
         self.residency.check(&self.count_leases()?, has_failed)?;
         self.check_write_queue()?;
         let reading = self.check_operations()?;
-        self.promotions.check(&self.sessions.requests, &reading)?;
+        self.promotions.check(&self.shares, &reading)?;
         self.pins.check(&self.residency)?;
         if let Some(remote) = &self.remote {
-            remote.check(&self.sessions.requests, &self.residency, &self.namespaces)?;
+            remote.check(&self.shares, &self.residency, &self.namespaces)?;
         }
-        let requests = self.sessions.requests.values();
-        let shares = requests.flat_map(|request| {
-            let priority = request.promotions.priority();
-            let shares = request.promotions.active.iter().flat_map(|of| &of.shares);
+        let shares = self.shares.values().flat_map(|of| {
+            let priority = of.priority();
+            let shares = of.waits.disk.iter().flat_map(|of| &of.shares);
             shares.map(move |share| (priority, share))
         });
         let reads = self.operations.iter().filter_map(|&(device, of)| match of {
@@ -64,6 +63,8 @@ impl Engine {
             of_sessions == requests,
             "{requests} requests, sessions know {of_sessions}"
         );
+        let shares = self.shares.len();
+        ensure!(requests == shares, "{requests} requests, {shares} shares");
         Ok(())
     }
 
@@ -96,8 +97,8 @@ impl Engine {
 
     /// Whether a request waits for objects of the remote store.
     pub fn awaits_objects(&self, session: SessionId, request: &str) -> bool {
-        let state = self.sessions.request(session, request);
-        state.is_some_and(|state| state.remote.flight.is_some())
+        let id = self.sessions.request_id(session, request);
+        id.is_some_and(|id| self.shares[id].waits.remote.is_some())
     }
 
     /// Number of payloads that a restart would find: their whole chain is on disk.
@@ -109,9 +110,9 @@ impl Engine {
     fn count_leases(&self) -> Result<LeaseCounts, String> {
         let mut counts = LeaseCounts::default();
         let mut hits = Vec::new();
-        for request in self.sessions.requests.values() {
-            hits.push(request.lease);
-            let promotion = request.promotions.active.as_ref();
+        for share in self.shares.values() {
+            hits.push(share.lease);
+            let promotion = share.waits.disk.as_ref();
             let reached = promotion.map_or(NONE, |promotion| promotion.reached());
             if reached != NONE {
                 *counts.pins.entry(reached).or_default() += 1;
@@ -157,8 +158,7 @@ impl Engine {
         let forest = self.residency.forest();
         let mut relied_on = HashSet::new();
         if self.config.verify_host {
-            let requests = self.sessions.requests.values();
-            let of_requests = requests.map(|request| request.lease);
+            let of_requests = self.shares.values().map(|share| share.lease);
             let loads = self.sessions.transfers().filter_map(|(_, transfer)| {
                 let TransferKind::Load { lease, .. } = &transfer.kind else {
                     return None;

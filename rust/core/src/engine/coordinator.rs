@@ -15,6 +15,7 @@ use super::clear::Clearing;
 use super::config::EngineConfig;
 use super::events::Feeds;
 use super::explain::LastLookups;
+use super::fetch::Shares;
 use super::hints::Hints;
 use super::ids::{RequestId, SessionId, TransferKey};
 use super::load::id_of;
@@ -43,6 +44,7 @@ pub struct Engine {
     pub(super) checksums: Checksums,
     pub(super) namespaces: Namespaces,
     pub(super) sessions: Sessions,
+    pub(super) shares: Shares,
     pub(super) operations: Operations,
     pub(super) planner: Planner,
     pub(super) lookups: LastLookups,
@@ -72,7 +74,7 @@ macro_rules! parts {
             config: &$engine.config,
             namespaces: &$engine.namespaces,
             residency: &mut $engine.residency,
-            requests: &mut $engine.sessions.requests,
+            shares: &mut $engine.shares,
             operations: &mut $engine.operations,
             checksums: &mut $engine.checksums,
             rates: &mut $engine.planner.rates,
@@ -95,6 +97,7 @@ impl Engine {
             checksums: Checksums::default(),
             namespaces: Namespaces::new(&config),
             sessions: Sessions::default(),
+            shares: Shares::default(),
             operations: Operations::default(),
             planner: Planner::new(config.load_margin, config.seed),
             lookups: LastLookups::new(config.explained_lookups, config.departures),
@@ -252,6 +255,7 @@ impl Engine {
     pub(super) fn drop_request(&mut self, id: RequestId) {
         self.release_hit(id);
         self.sessions.requests.remove(id);
+        self.shares.remove(id);
         self.residency.end_of_request();
     }
 
@@ -259,9 +263,9 @@ impl Engine {
     pub(super) fn release_hit(&mut self, id: RequestId) {
         let (promotions, mut parts) = self.promotions();
         promotions.end(id, PromotionEnd::Cancelled, &mut parts);
-        let request = &mut parts.requests[id];
-        request.move_lease(NONE, parts.residency);
-        promotions.release(&mut request.promotions);
+        let share = &mut parts.shares[id];
+        share.move_lease(NONE, parts.residency);
+        promotions.release(share);
         self.leave_flight(id);
     }
 
@@ -336,7 +340,7 @@ impl Engine {
             pins: self.pins.len() as u64,
             pin_bytes: self.pins.bytes(),
             pin_capacity_bytes: self.pins.budget(),
-            promotion_queue_bytes: Promotions::queue_bytes(&self.sessions.requests),
+            promotion_queue_bytes: Promotions::queue_bytes(&self.shares),
             ..Gauges::default()
         };
         self.planner.report(&mut gauges);

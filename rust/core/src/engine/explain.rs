@@ -8,6 +8,7 @@ use crate::work;
 
 use super::coordinator::Engine;
 use super::departures::Departures;
+use super::fetch::Share;
 use super::ids::{RequestId, SessionId};
 use super::requests::RequestState;
 
@@ -155,7 +156,7 @@ impl Engine {
     ) {
         // The lookup may have evicted blocks that it misses.
         self.tell_listeners();
-        let state = &self.sessions.requests[id];
+        let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
         let noted = Noted {
             reason: state.answered.reason,
             hit: answer.tokens().unwrap_or(Tokens(0)),
@@ -174,13 +175,13 @@ impl Engine {
         let is_gone = !matches!(rest.reason, Reason::Complete | Reason::Incomplete);
         if noted.reason == Reason::Complete
             && is_gone
-            && state.remote.is_left
+            && share.is_left
             && question.missing.is_some()
         {
             (rest, other) = (Reason::RemotePlanned.into(), NsId::MAX);
         }
         let (position, record) = self.lookups.place(before.map(|(_, position)| position));
-        record.write(&question, request, state, (&noted, rest));
+        record.write(&question, request, (state, share), (&noted, rest));
         (record.other, record.at_ns) = (other, self.now_ns);
         let state = &mut self.sessions.requests[id];
         state.answered.noted = Some((noted, position));
@@ -360,7 +361,7 @@ impl LookupRecord {
         &mut self,
         question: &Question,
         request: &LookupRequest<'_>,
-        state: &RequestState,
+        (state, share): (&RequestState, &Share),
         (noted, rest): (&Noted, Rest),
     ) {
         let shown = if request.label.is_empty() {
@@ -384,8 +385,8 @@ impl LookupRecord {
                 to.saturating_sub((after * question.size).max(noted.computed.0))
             })
         };
-        self.from_disk = of_hit(state.promotions.from_disk);
-        self.from_remote = of_hit(state.remote.brought);
+        self.from_disk = of_hit(share.from_disk);
+        self.from_remote = of_hit(share.from_remote);
         self.rest = rest;
         self.missing = question.missing.map_or(0, |hash| hash.fingerprint());
     }

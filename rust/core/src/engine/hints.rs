@@ -12,10 +12,10 @@ use crate::metrics::Counters;
 use crate::session::{Lookup, LookupRequest, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
+use super::fetch::Share;
 use super::ids::{RequestId, SessionId};
 use super::lookup::LookupCursor;
 use super::pins::PinSpec;
-use super::requests::RequestState;
 
 /// Prefetches that hints have under way at most.
 const PREFETCHES_MAX: usize = 64;
@@ -208,7 +208,7 @@ impl Engine {
         let id = self.sessions.request_id(session, &cursor.name);
         Some(match (looked, id) {
             (Lookup::Pending { .. }, Some(id)) => {
-                let promotion = self.sessions.requests[id].promotions.active.as_ref();
+                let promotion = self.shares[id].waits.disk.as_ref();
                 let end = promotion.map_or(0, |promotion| promotion.boundary());
                 self.hints.prefetches.push((session, id));
                 HintAnswer::of(Tokens(end * reach.hash_block_size), reach.wanted)
@@ -227,7 +227,7 @@ impl Engine {
     /// Ends a prefetch whose payloads have arrived or will not arrive, and its lease. Its payloads become the most
     /// recently used.
     fn end_prefetch(&mut self, session: SessionId, id: RequestId) {
-        let lease = self.sessions.requests[id].lease;
+        let lease = self.shares[id].lease;
         if lease != NONE {
             self.residency.renew(lease);
         }
@@ -259,15 +259,16 @@ impl Engine {
         }
         let mut at = 0;
         while let Some(&(session, id)) = self.hints.prefetches.get(at) {
-            let request = self.sessions.requests.get(id);
+            let share = self.shares.get(id);
             let ns = self.sessions.get(session).map(|state| state.ns);
-            let waits = |request: &RequestState| {
-                let of_remote = ns.is_some_and(|ns| {
-                    self.waits_for_flight(request, ns, Tokens(request.planned.computed))
-                });
-                request.promotions.active.is_some() || of_remote
+            let waits = |share: &Share| {
+                let of_remote = || {
+                    let computed = Tokens(self.sessions.requests[id].planned.computed);
+                    ns.is_some_and(|ns| self.waits_for_flight(id, ns, computed))
+                };
+                share.waits.disk.is_some() || of_remote()
             };
-            match request.map(waits) {
+            match share.map(waits) {
                 Some(true) => at += 1,
                 Some(false) => {
                     self.end_prefetch(session, id);

@@ -9,6 +9,7 @@ use crate::session::{
 };
 
 use super::coordinator::Engine;
+use super::fetch::LastAnswer;
 use super::ids::{RequestId, SessionId, TransferKey};
 use super::sessions::{TransferKind, TransferState};
 
@@ -34,14 +35,13 @@ impl Engine {
     /// The places of the payloads of a load, which begins after `computed` tokens and ends with the request's last
     /// hit. The payloads keep these places as long as the request keeps its hit.
     pub fn hit_extents(&self, session: SessionId, request: &str, computed: Tokens) -> Vec<Extent> {
-        let Some(state) = self.sessions.request(session, request) else {
-            return Vec::new();
-        };
-        if state.lease == NONE {
+        let lease = self.sessions.request_id(session, request);
+        let lease = lease.map_or(NONE, |id| self.shares[id].lease);
+        if lease == NONE {
             return Vec::new();
         }
-        let local = computed.0 / self.residency.spec_of(state.lease).hash_block_size;
-        let payloads = self.residency.needed_payloads(state.lease, local);
+        let local = computed.0 / self.residency.spec_of(lease).hash_block_size;
+        let payloads = self.residency.needed_payloads(lease, local);
         self.residency.extents(&payloads)
     }
 
@@ -89,11 +89,11 @@ impl Engine {
         computed: Tokens,
         external: Tokens,
     ) -> Option<(NodeId, Vec<(NodeId, u8)>)> {
-        let state = &self.sessions.requests[id];
-        if state.lease == NONE {
+        let lease = self.shares[id].lease;
+        if lease == NONE {
             return None;
         }
-        let spec = self.residency.spec_of(state.lease);
+        let spec = self.residency.spec_of(lease);
         let end = computed.0.checked_add(external.0)?;
         let (boundary, local) = (
             end / spec.hash_block_size,
@@ -102,10 +102,10 @@ impl Engine {
         if end % spec.hash_block_size != 0 || !spec.may_end(boundary) {
             return None;
         }
-        if boundary > self.residency.node(state.lease).depth || boundary <= local {
+        if boundary > self.residency.node(lease).depth || boundary <= local {
             return None;
         }
-        let target = self.residency.forest().ancestor(state.lease, boundary);
+        let target = self.residency.forest().ancestor(lease, boundary);
         let payloads = self.residency.needed_payloads(target, local);
         // A promotion may still be under way.
         let all_here = self.residency.all_in_host(&payloads);
@@ -116,7 +116,7 @@ impl Engine {
     /// Whether the payloads of a load after `local` hash blocks, up to `target`, were compared with
     /// their checksums for the request's hit.
     fn is_verified(&self, id: RequestId, target: NodeId, local: u32) -> bool {
-        let Some(verified) = self.sessions.requests[id].promotions.verified else {
+        let Some(verified) = self.shares[id].verified else {
             return false;
         };
         let node = self.residency.node(target);
@@ -188,7 +188,7 @@ impl Engine {
         if end == TransferEnd::Failed {
             let request = self.sessions.request_id(transfer.session, &request);
             if let Some(request) = request {
-                self.sessions.requests[request].failed = true;
+                self.shares[request].answer = LastAnswer::Failed;
                 // The request may have looked up again meanwhile. Its lookups are misses from now on: a promotion would
                 // only hold a part of the budget.
                 self.release_hit(request);

@@ -9,6 +9,7 @@ use crate::key::HashSource;
 use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
+use super::fetch::{LastAnswer, Share};
 use super::ids::{RequestId, SessionId};
 use super::plans::Reads;
 use super::promotions::PromotionEnd;
@@ -125,7 +126,7 @@ impl Engine {
         if of_session.is_barred {
             return Some(Lookup::NOTHING);
         }
-        if self.sessions.requests[id].failed {
+        if self.shares[id].answer == LastAnswer::Failed {
             self.sessions.requests[id].answered.reason = Reason::LoadFailed;
             self.note_answer(id, ns, request, Lookup::NOTHING);
             return Some(Lookup::NOTHING);
@@ -154,15 +155,19 @@ impl Engine {
         }
         let session = self.sessions.get(session);
         let leases = session.is_some_and(|session| session.leases_prefetches);
-        let state = &mut self.sessions.requests[id];
+        let share = &mut self.shares[id];
         match request.priority {
             Priority::Prefetch => {
-                state.promotions.reserved = leases && matches!(answer, Lookup::Hit(_));
+                if let (LastAnswer::Hit { is_reserved, .. }, Lookup::Hit(_)) =
+                    (&mut share.answer, answer)
+                {
+                    *is_reserved = leases;
+                }
             }
             Priority::Demand if !answer.is_pending() => {
-                let since_ns = state.demanded_ns.take().unwrap_or(self.now_ns);
-                state.planned.waited_ns = self.now_ns - since_ns;
-                state.promotions.tries = 0;
+                let since_ns = share.waits.since_ns.take().unwrap_or(self.now_ns);
+                self.sessions.requests[id].planned.waited_ns = self.now_ns - since_ns;
+                share.waits.promotions = 0;
             }
             Priority::Demand => {}
         }
@@ -180,12 +185,14 @@ impl Engine {
     /// Begins a prefetch. Returns why it may not start a promotion, [`Reason::Complete`] if it may, and `None` if one
     /// is under way.
     fn begin_prefetch(&mut self, id: RequestId) -> Option<Reason> {
-        let promotions = &mut self.sessions.requests[id].promotions;
-        if promotions.active.is_some() {
+        let share = &mut self.shares[id];
+        if share.waits.disk.is_some() {
             return None;
         }
         // A new lookup voids the last answer.
-        promotions.reserved = false;
+        if let LastAnswer::Hit { is_reserved, .. } = &mut share.answer {
+            *is_reserved = false;
+        }
         Some(Reason::Complete)
     }
 
@@ -198,14 +205,13 @@ impl Engine {
         request: &LookupRequest<'_>,
     ) -> Option<Reason> {
         let now_ns = self.now_ns;
-        let state = &mut self.sessions.requests[id];
-        let (of_request, rates) = (&mut state.promotions, &mut self.planner.rates);
-        self.promotions.promote_to_demand(id, of_request, rates);
-        if state.demanded_ns.is_none() {
-            state.demanded_ns = Some(now_ns);
-            state.planned.queued = request.queued.0;
+        let share = &mut self.shares[id];
+        self.promotions
+            .promote_to_demand(id, share, &mut self.planner.rates);
+        if share.waits.since_ns.is_none() {
+            share.waits.since_ns = Some(now_ns);
+            self.sessions.requests[id].planned.queued = request.queued.0;
         }
-        let state = &self.sessions.requests[id];
         let hash_block_size = self.residency.hash_block_size(ns);
         let most = request
             .max
@@ -213,13 +219,13 @@ impl Engine {
             .min(tokens_of(request.hashes.len(), hash_block_size));
         // The computed tokens may reach beyond the hit.
         let gain = self
-            .promised(state, ns, most)
+            .promised(id, ns, most)
             .saturating_sub(request.computed.0);
-        let late = self.is_late(state, gain);
-        let stop = if late { self.plan_stops(state) } else { None };
-        let promotion = state.promotions.active.as_ref();
+        let late = self.is_late(id, gain);
+        let stop = if late { self.plan_stops(id) } else { None };
+        let promotion = self.shares[id].waits.disk.as_ref();
         let is_stalled = late && promotion.is_some_and(|promotion| self.is_stalled(promotion));
-        if state.promotions.active.is_some() && gain > 0 && !late {
+        if promotion.is_some() && gain > 0 && !late {
             return None;
         }
         let (promotions, mut parts) = self.promotions();
@@ -266,8 +272,8 @@ impl Engine {
     /// The tokens (exclusive, inclusive) between which a request's promotions brought payloads from disk.
     pub fn from_disk(&self, session: SessionId, request: &str) -> Option<(Tokens, Tokens)> {
         let ns = self.sessions.get(session)?.ns;
-        let state = self.sessions.request(session, request)?;
-        let (after, to) = state.promotions.from_disk?;
+        let id = self.sessions.request_id(session, request)?;
+        let (after, to) = self.shares[id].from_disk?;
         let hash_block_size = self.residency.hash_block_size(ns);
         let tokens = |depth: u32| Tokens(depth * hash_block_size);
         Some((tokens(after), tokens(to)))
@@ -284,12 +290,13 @@ impl Engine {
             self.sessions.request_or_add(session, request.request, tick)
         })?;
         let state = &mut self.sessions.requests[id];
+        let share = self.shares.entry(id)?.or_insert_with(Share::new);
         let wait = request.wait.unwrap_or(self.config.promotion_wait);
         // A request that only a hit can serve has no computing to weigh the hit against.
         state.planned.min = request.min.0;
         state.planned.needs_hit = needs_hit(request);
         let is_weighed = wait != PromotionWait::Planned || !state.planned.needs_hit;
-        state.wait = Some(if is_weighed {
+        share.waits.limit = Some(if is_weighed {
             wait
         } else {
             PromotionWait::Complete
@@ -415,7 +422,7 @@ impl Engine {
         if !self.plans_reads(id, top, span, priority) {
             return Some(Reason::Planned);
         }
-        let is_tried = self.sessions.requests[id].promotions.tries >= PROMOTIONS_MAX;
+        let is_tried = self.shares[id].waits.promotions >= PROMOTIONS_MAX;
         match self.start_promotion(id, top, span.bounds(), least) {
             true => None,
             false if is_tried => Some(Reason::Repeated),
@@ -494,7 +501,7 @@ impl Engine {
         if !self.config.verify_host {
             return Some(end);
         }
-        let verified = self.sessions.requests[id].promotions.verified?;
+        let verified = self.shares[id].verified?;
         let (forest, depth) = (
             self.residency.forest(),
             self.residency.node(verified.node).depth,
@@ -513,24 +520,20 @@ impl Engine {
         bounds: (u32, u32),
         min: u32,
     ) -> bool {
-        let state = &mut self.sessions.requests[id];
-        if state.promotions.tries >= PROMOTIONS_MAX {
+        let share = &mut self.shares[id];
+        if share.waits.promotions >= PROMOTIONS_MAX {
             return false;
         }
-        state.promotions.tries += 1;
-        state.promotions.started += 1;
-        let budget = self.promotions.budget_of(&state.promotions);
+        share.waits.promotions += 1;
+        share.started += 1;
+        let budget = self.promotions.budget_of(share);
         let plan = self.residency.plan_promotion(target, bounds, budget);
         let Some(plan) = plan.filter(|plan| self.residency.node(plan.target).depth >= min) else {
             return false;
         };
-        state.move_lease(plan.target, &mut self.residency);
-        let (rates, times) = (
-            &mut self.planner.rates,
-            (self.now_ns, state.planned.predicted_ns),
-        );
+        share.move_lease(plan.target, &mut self.residency);
         self.promotions
-            .start(id, &mut state.promotions, plan, rates, times);
+            .start(id, share, plan, &mut self.planner.rates, self.now_ns);
         true
     }
 
@@ -538,8 +541,9 @@ impl Engine {
     fn miss(&mut self, id: RequestId, reason: Reason) -> Lookup {
         let state = &mut self.sessions.requests[id];
         state.answered.reason = reason;
-        state.move_lease(NONE, &mut self.residency);
-        self.promotions.release(&mut state.promotions);
+        let share = &mut self.shares[id];
+        share.move_lease(NONE, &mut self.residency);
+        self.promotions.release(share);
         Lookup::Miss {
             shared: state.shared,
         }
@@ -549,8 +553,12 @@ impl Engine {
     fn hit(&mut self, id: RequestId, node: NodeId, local: u32, reason: Reason) -> Lookup {
         let state = &mut self.sessions.requests[id];
         state.answered.reason = reason;
-        state.move_lease(node, &mut self.residency);
-        state.hit_after = Some(local);
+        let share = &mut self.shares[id];
+        share.move_lease(node, &mut self.residency);
+        share.answer = LastAnswer::Hit {
+            after: local,
+            is_reserved: false,
+        };
         let hash_block_size = self.residency.spec_of(node).hash_block_size;
         let hit = Lookup::Hit(Hit {
             tokens: Tokens(self.residency.node(node).depth * hash_block_size),

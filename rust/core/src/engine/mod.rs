@@ -41,6 +41,7 @@ mod drain;
 mod ensure;
 mod events;
 mod explain;
+mod fetch;
 mod hints;
 mod ids;
 mod io;

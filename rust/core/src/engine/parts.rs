@@ -5,10 +5,10 @@ use crate::metrics::Counters;
 use super::ages::Ages;
 use super::checksums::Checksums;
 use super::config::EngineConfig;
+use super::fetch::Shares;
 use super::namespaces::Namespaces;
 use super::operations::Operations;
 use super::planner::Rates;
-use super::requests::Requests;
 use super::residency::Residency;
 
 /// The parts that the engine lends for one call.
@@ -17,7 +17,7 @@ pub(super) struct EngineParts<'a> {
     pub(super) config: &'a EngineConfig,
     pub(super) namespaces: &'a Namespaces,
     pub(super) residency: &'a mut Residency,
-    pub(super) requests: &'a mut Requests,
+    pub(super) shares: &'a mut Shares,
     pub(super) operations: &'a mut Operations,
     pub(super) checksums: &'a mut Checksums,
     pub(super) rates: &'a mut Rates,

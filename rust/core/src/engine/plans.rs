@@ -4,10 +4,11 @@ use crate::forest::DeviceIndex;
 use crate::session::{PromotionWait, Step, Tokens};
 
 use super::coordinator::Engine;
+use super::fetch::{Promotion, Share};
 use super::ids::{RequestId, SessionId};
 use super::planner::{MEASURE_AFTER_NS, Prompt, Reading, Reason, Stop};
 use super::promotions::front;
-use super::requests::{Promotion, RequestState};
+use super::requests::RequestState;
 use super::sessions::LoadPromise;
 
 /// The planner's inputs for a request, and its decisions. Tokens count from the start of the prompt.
@@ -23,12 +24,6 @@ pub(super) struct Planned {
     pub(super) min: u32,
     /// Whether the request needed a hit to be served at the last lookup.
     pub(super) needs_hit: bool,
-    /// How long its promotion was to take, if that was predicted.
-    pub(super) predicted_ns: Option<u64>,
-    /// The promotion was started to measure, so it goes on against the prediction.
-    ignores_prediction: bool,
-    /// Its last decision was counted.
-    is_counted: bool,
     /// How long its last answer took.
     pub(super) waited_ns: u64,
 }
@@ -76,8 +71,8 @@ impl Engine {
         }
     }
 
-    pub(super) fn is_planned(&self, state: &RequestState) -> bool {
-        state.wait.unwrap_or(self.config.promotion_wait) == PromotionWait::Planned
+    pub(super) fn is_planned(&self, share: &Share) -> bool {
+        share.waits.limit.unwrap_or(self.config.promotion_wait) == PromotionWait::Planned
     }
 
     /// Whether a load of the blocks in host memory, up to `boundary` hash blocks, is worth its
@@ -87,9 +82,10 @@ impl Engine {
         let prompt = self.prompt(state);
         let to = boundary * self.hash_block_size_of(state);
         let is_worth = self.planner.is_copy_worth(&prompt, to, self.now_ns);
-        let is_first = state.promotions.demanded && !state.planned.is_counted;
+        let share = &mut self.shares[id];
+        let is_first = share.demanded && !share.plans.disk.is_counted;
         if !is_worth && is_first {
-            self.sessions.requests[id].planned.is_counted = true;
+            share.plans.disk.is_counted = true;
             self.counters.plans_compute_small += 1;
             self.counters.tokens_not_loaded_small += u64::from(to - prompt.computed);
         }
@@ -110,9 +106,9 @@ impl Engine {
         (host, disk): (u32, u32),
         is_prefetch: bool,
     ) -> Reads {
-        let state = &self.sessions.requests[id];
+        let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
         // Payloads in the arena are only compared with their checksums.
-        if !self.is_planned(state) || host == disk {
+        if !self.is_planned(share) || host == disk {
             return Reads::All;
         }
         let prompt = self.prompt(state);
@@ -121,7 +117,7 @@ impl Engine {
         let ns = session.expect("a request belongs to a session").ns;
         let (host, disk) = ((host * size).max(prompt.computed), disk * size);
         let bytes = f64::from(disk - host) * prompt.bytes_per_token;
-        let priority = state.promotions.priority();
+        let priority = share.priority();
         let disks = self.residency.disks();
         let answering = || {
             let devices = self.residency.devices();
@@ -155,13 +151,13 @@ impl Engine {
             is_old: !self.promotions.has_probes() && is_old(),
         };
         let start = self.planner.start(&prompt, (host, disk), &reading);
-        let planned = &mut self.sessions.requests[id].planned;
-        planned.predicted_ns = (start.reason != Reason::Unknown).then_some(all_ns as u64);
-        planned.ignores_prediction = start.reason == Reason::OtherWay;
+        let plan = &mut self.shares[id].plans.disk;
+        plan.predicted_ns = (start.reason != Reason::Unknown).then_some(all_ns as u64);
+        plan.ignores_prediction = start.reason == Reason::OtherWay;
         // If a prefetch is not made, the demanded lookup decides again. A start that measures is counted now: the later
         // decision uses its results.
         let is_final = !is_prefetch || start.promotes || start.reason == Reason::Measure;
-        if is_final && !std::mem::replace(&mut planned.is_counted, true) {
+        if is_final && !std::mem::replace(&mut plan.is_counted, true) {
             start
                 .reason
                 .count(start.promotes, disk - host, &mut self.counters);
@@ -184,23 +180,24 @@ impl Engine {
 
     /// Why a request's planned wait for its promotion is over, with the tokens that have not arrived; `None` if the
     /// wait goes on, or there is no such wait.
-    pub(super) fn plan_stops(&self, state: &RequestState) -> Option<(Stop, u32)> {
-        let promotion = state.promotions.active.as_ref()?;
-        let demanded_ns = state.demanded_ns?;
-        if !self.is_planned(state) {
+    pub(super) fn plan_stops(&self, id: RequestId) -> Option<(Stop, u32)> {
+        let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
+        let promotion = share.waits.disk.as_ref()?;
+        let since_ns = share.waits.since_ns?;
+        if !self.is_planned(share) {
             return None;
         }
         let prompt = self.prompt(state);
         let size = self.hash_block_size_of(state);
         let (arrived, boundary) = (self.arrived(promotion) * size, promotion.boundary() * size);
-        let predicts = !state.planned.ignores_prediction && self.planner.rates.are_known();
+        let predicts = !share.plans.disk.ignores_prediction && self.planner.rates.are_known();
         let rest_ns = predicts.then(|| {
             let issued = promotion.is_issued();
             let rates = &self.planner.rates;
             rates.rest_ns(&promotion.shares, issued, |device| self.silent_ns(device))
         });
         let ends = (arrived, boundary, size);
-        let waited_ns = self.now_ns - demanded_ns;
+        let waited_ns = self.now_ns - since_ns;
         let stop = self.planner.stop(&prompt, ends, waited_ns, rest_ns)?;
         let from = prompt.computed.min(boundary);
         Some((stop, boundary - arrived.clamp(from, boundary)))

@@ -6,6 +6,7 @@ use crate::namespace::GroupKind;
 use crate::session::{Extent, Tokens, TransferId};
 
 use super::coordinator::Engine;
+use super::fetch::LastAnswer;
 use super::ids::{RequestId, SessionId};
 use super::load::id_of;
 use super::sessions::{TransferKind, TransferState};
@@ -104,7 +105,7 @@ impl Engine {
         computed: Tokens,
     ) -> Option<HitExtents> {
         let id = self.sessions.request_id(session, request)?;
-        let lease = self.sessions.requests[id].lease;
+        let lease = self.shares[id].lease;
         if lease == NONE {
             return None;
         }
@@ -133,7 +134,7 @@ impl Engine {
     /// The extents of the next `nodes` hash blocks, front to back; the next call lists the blocks before them.
     /// `None` when no hash block is left, or if the request has another hit now.
     pub fn step_hit_extents(&self, hit: &mut HitExtents, nodes: u32) -> Option<Vec<Extent>> {
-        let is_leased = self.sessions.requests.get(hit.request)?.lease == hit.lease;
+        let is_leased = self.shares.get(hit.request)?.lease == hit.lease;
         if !is_leased {
             return None;
         }
@@ -181,11 +182,10 @@ impl Engine {
         external: Tokens,
     ) -> Option<TransferId> {
         let id = self.sessions.request_id(session, request)?;
-        let state = &self.sessions.requests[id];
-        let (hit, local) = (state.lease, state.hit_after?);
-        if hit == NONE {
+        let share = &self.shares[id];
+        let (hit, LastAnswer::Hit { after: local, .. }) = (share.lease, share.answer) else {
             return None;
-        }
+        };
         let ns = self.residency.node(hit).ns;
         let spec = self.residency.spec(ns);
         let end = computed.0.checked_add(external.0)?;
@@ -228,10 +228,11 @@ impl Engine {
     /// Ends a request's lookup unless the lookup was answered with a hit. After a hit, a worker may be copying from the
     /// leased slots: the message that begins its load may not have reached the engine yet.
     pub fn end_unanswered(&mut self, session: SessionId, request: &str) {
-        let Some(state) = self.sessions.request(session, request) else {
+        let Some(id) = self.sessions.request_id(session, request) else {
             return;
         };
-        if state.promotions.active.is_some() || state.lease == NONE {
+        let share = &self.shares[id];
+        if share.waits.disk.is_some() || share.lease == NONE {
             self.end_lookup(session, request);
         }
     }
@@ -258,10 +259,7 @@ impl Engine {
             return SessionUsage::default();
         };
         let transfers = self.sessions.transfers_of(session);
-        let is_pending = |id: &&RequestId| {
-            let state = &self.sessions.requests[**id];
-            state.promotions.active.is_some()
-        };
+        let is_pending = |id: &&RequestId| self.shares[**id].waits.disk.is_some();
         SessionUsage {
             lookups: state.requests.len() as u64,
             pending: state.requests.values().filter(is_pending).count() as u64,

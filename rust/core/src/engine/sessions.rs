@@ -4,14 +4,13 @@ use hashbrown::HashMap;
 use hashbrown::hash_map::EntryRef;
 use slotmap::SlotMap;
 
-use crate::forest::{NONE, NodeId, NsId};
+use crate::forest::{NodeId, NsId};
 use crate::session::{SessionSpec, Tokens};
 
 use super::explain::Answered;
 use super::ids::{RequestId, SessionId, TransferKey};
 use super::plans::Planned;
-use super::remote::RemoteShare;
-use super::requests::{RequestPromotions, RequestState, Requests};
+use super::requests::{RequestState, Requests};
 use super::save_cursor::{BlockOffers, SaveCursor};
 
 /// A client's session.
@@ -222,14 +221,7 @@ impl Sessions {
             EntryRef::Vacant(unknown) => *unknown.insert(self.requests.insert(RequestState {
                 session,
                 tick: tick(),
-                lease: NONE,
-                hit_after: None,
-                promotions: RequestPromotions::default(),
-                remote: RemoteShare::default(),
-                wait: None,
-                demanded_ns: None,
                 planned: Planned::default(),
-                failed: false,
                 touched: false,
                 dropped_tokens: state.dropped_tokens,
                 shared: Tokens(0),

@@ -3,8 +3,9 @@
 use crate::session::PromotionWait;
 
 use super::coordinator::Engine;
+use super::fetch::Promotion;
+use super::ids::RequestId;
 use super::promotions::QueuePlace;
-use super::requests::{Promotion, RequestState};
 
 /// A device that was not polled for this many times the limit counts as stalled.
 const NO_POLL_STALLS: u64 = 5;
@@ -12,21 +13,22 @@ const NO_POLL_STALLS: u64 = 5;
 impl Engine {
     /// Whether a request that may gain `gain` tokens has waited for long enough, or waits for a
     /// device that does not answer.
-    pub(super) fn is_late(&self, state: &RequestState, gain: u32) -> bool {
-        let demanded_ns = state.demanded_ns.unwrap_or(self.now_ns);
-        let waited = match state.wait.unwrap_or(self.config.promotion_wait) {
+    pub(super) fn is_late(&self, id: RequestId, gain: u32) -> bool {
+        let waits = &self.shares[id].waits;
+        let since_ns = waits.since_ns.unwrap_or(self.now_ns);
+        let waited = match waits.limit.unwrap_or(self.config.promotion_wait) {
             PromotionWait::Complete => false,
-            PromotionWait::Planned => self.plan_stops(state).is_some(),
+            PromotionWait::Planned => self.plan_stops(id).is_some(),
             PromotionWait::Limit {
                 base_ns,
                 per_1k_tokens_ns,
             } => {
                 let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
-                let since = self.now_ns - demanded_ns;
+                let since = self.now_ns - since_ns;
                 u128::from(since) >= u128::from(base_ns) + part
             }
         };
-        let promotion = state.promotions.active.as_ref();
+        let promotion = waits.disk.as_ref();
         waited || promotion.is_some_and(|promotion| self.is_stalled(promotion))
     }
 

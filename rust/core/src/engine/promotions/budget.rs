@@ -1,7 +1,7 @@
 //! How many bytes of the arena promotions may hold until they are loaded.
 
+use super::super::fetch::{Promotion, Share};
 use super::super::ids::RequestId;
-use super::super::requests::{Promotion, RequestPromotions};
 
 /// The bytes that promotions hold or have reserved.
 ///
@@ -38,8 +38,8 @@ impl PromotionBudget {
     }
 
     /// Bytes that one more promotion of a request may bring.
-    pub(super) fn of(&self, request: &RequestPromotions) -> u64 {
-        self.most.saturating_sub(request.bytes)
+    pub(super) fn of(&self, share: &Share) -> u64 {
+        self.most.saturating_sub(share.bytes)
     }
 
     /// Bytes that promotions hold in the arena, without reserved bytes.
@@ -48,8 +48,8 @@ impl PromotionBudget {
     }
 
     /// Whether other requests hold so much that this request does not get `bytes`.
-    pub(super) fn lacks(&self, request: &RequestPromotions, bytes: u64) -> bool {
-        self.held > request.bytes && self.held + bytes > self.most
+    pub(super) fn lacks(&self, share: &Share, bytes: u64) -> bool {
+        self.held > share.bytes && self.held + bytes > self.most
     }
 
     /// Whether a request's promotion has started with a part of its bytes.
@@ -59,49 +59,44 @@ impl PromotionBudget {
 
     /// Whether a request's promotion may start, whose next payload needs `slot` bytes. If so, reserves the promotion's
     /// bytes, or notes that it has started with a part of them.
-    pub(super) fn admit(
-        &mut self,
-        id: RequestId,
-        request: &mut RequestPromotions,
-        slot: u64,
-    ) -> bool {
-        let promotion = request.active.as_ref();
+    pub(super) fn admit(&mut self, id: RequestId, share: &mut Share, slot: u64) -> bool {
+        let promotion = share.waits.disk.as_ref();
         let (rest, continues) = promotion.map_or((0, false), |of| (of.unread, of.continues));
         let fits = if continues {
             // A request that holds a part of the budget does not wait for the rest: its plan is within the budget,
             // but other promotions may hold the rest.
             true
-        } else if request.demanded {
-            !self.lacks(request, rest)
+        } else if share.demanded {
+            !self.lacks(share, rest)
         } else {
-            let alone = self.prefetched <= request.bytes && self.held <= request.bytes;
+            let alone = self.prefetched <= share.bytes && self.held <= share.bytes;
             let within = self.prefetched + rest <= self.most / 2 && self.held + rest <= self.most;
             alone || within
         };
         if fits {
             self.release_part(id);
-            self.reserve(request, rest);
+            self.reserve(share, rest);
             return true;
         }
-        let may_be_partial = request.demanded && self.partial.is_none_or(|of| of == id);
-        if may_be_partial && !self.lacks(request, slot) {
+        let may_be_partial = share.demanded && self.partial.is_none_or(|of| of == id);
+        if may_be_partial && !self.lacks(share, slot) {
             self.partial = Some(id);
             return true;
         }
         false
     }
 
-    fn reserve(&mut self, request: &mut RequestPromotions, bytes: u64) {
+    fn reserve(&mut self, share: &mut Share, bytes: u64) {
         self.reserved += bytes;
-        self.add(request, bytes);
-        if let Some(promotion) = &mut request.active {
+        self.add(share, bytes);
+        if let Some(promotion) = &mut share.waits.disk {
             promotion.reserved = Some(bytes);
         }
     }
 
     /// Counts a slot of the arena that was taken for a request.
-    pub(super) fn take(&mut self, request: &mut RequestPromotions, slot: u64) {
-        let promotion = request.active.as_mut();
+    pub(super) fn take(&mut self, share: &mut Share, slot: u64) {
+        let promotion = share.waits.disk.as_mut();
         let reserved = promotion.and_then(|promotion| promotion.reserved.as_mut());
         // A payload that was in the arena at the start may have been evicted: it was not counted.
         let from_reserved = reserved.as_ref().map_or(0, |left| slot.min(**left));
@@ -109,34 +104,29 @@ impl PromotionBudget {
             *left -= from_reserved;
         }
         self.reserved -= from_reserved;
-        self.add(request, slot - from_reserved);
+        self.add(share, slot - from_reserved);
     }
 
-    fn add(&mut self, request: &mut RequestPromotions, bytes: u64) {
-        request.bytes += bytes;
+    fn add(&mut self, share: &mut Share, bytes: u64) {
+        share.bytes += bytes;
         self.held += bytes;
-        if !request.demanded {
+        if !share.demanded {
             self.prefetched += bytes;
         }
     }
 
     /// A demanded lookup of a request has come.
-    pub(super) fn demanded(&mut self, request: &RequestPromotions) {
-        let left = self.prefetched.checked_sub(request.bytes);
+    pub(super) fn demanded(&mut self, share: &Share) {
+        let left = self.prefetched.checked_sub(share.bytes);
         self.prefetched = left.expect("`prefetched` counts every prefetch");
     }
 
     /// Frees the reserved bytes that an ended promotion has not read.
-    pub(super) fn ended(
-        &mut self,
-        id: RequestId,
-        promotion: &Promotion,
-        request: &mut RequestPromotions,
-    ) {
+    pub(super) fn ended(&mut self, id: RequestId, promotion: &Promotion, share: &mut Share) {
         self.release_part(id);
         let unread = promotion.reserved.unwrap_or(0);
         self.reserved -= unread;
-        self.subtract(request, unread);
+        self.subtract(share, unread);
     }
 
     fn release_part(&mut self, id: RequestId) {
@@ -146,16 +136,16 @@ impl PromotionBudget {
     }
 
     /// Frees all bytes that a request without a promotion holds.
-    pub(super) fn release(&mut self, request: &mut RequestPromotions) {
-        assert!(request.active.is_none(), "its promotion goes on");
-        self.subtract(request, request.bytes);
+    pub(super) fn release(&mut self, share: &mut Share) {
+        assert!(share.waits.disk.is_none(), "its promotion goes on");
+        self.subtract(share, share.bytes);
     }
 
-    fn subtract(&mut self, request: &mut RequestPromotions, bytes: u64) {
-        request.bytes -= bytes;
+    fn subtract(&mut self, share: &mut Share, bytes: u64) {
+        share.bytes -= bytes;
         let left = self.held.checked_sub(bytes);
         self.held = left.expect("`held` counts every request");
-        if !request.demanded {
+        if !share.demanded {
             let left = self.prefetched.checked_sub(bytes);
             self.prefetched = left.expect("`prefetched` counts every prefetch");
         }

@@ -5,15 +5,15 @@ use std::collections::{HashMap, HashSet};
 use crate::forest::NodeId;
 
 use super::super::ensure::ensure;
+use super::super::fetch::Shares;
 use super::super::ids::RequestId;
-use super::super::requests::Requests;
 use super::Promotions;
 
 impl Promotions {
     /// Whether every invariant holds, while the payloads in `reading` are being read.
     pub(in crate::engine) fn check(
         &self,
-        requests: &Requests,
+        shares: &Shares,
         reading: &HashSet<(NodeId, u8)>,
     ) -> Result<(), String> {
         for (node, group) in self.waiters.keys() {
@@ -24,19 +24,18 @@ impl Promotions {
         }
         let mut waiting: HashMap<RequestId, u32> = HashMap::new();
         for &(id, started) in self.waiters.values().flatten() {
-            let promotions = requests.get(id).map(|request| &request.promotions);
-            if promotions.is_some_and(|of| of.started == started && of.active.is_some()) {
+            let share = shares.get(id);
+            if share.is_some_and(|of| of.started == started && of.waits.disk.is_some()) {
                 *waiting.entry(id).or_default() += 1;
             }
         }
         let (mut held, mut prefetched, mut reserved, mut places) = (0, 0, 0, 0);
-        for (id, request) in requests {
-            let promotions = &request.promotions;
-            held += promotions.bytes;
-            if !promotions.demanded {
-                prefetched += promotions.bytes;
+        for (id, share) in shares {
+            held += share.bytes;
+            if !share.demanded {
+                prefetched += share.bytes;
             }
-            let Some(promotion) = &promotions.active else {
+            let Some(promotion) = &share.waits.disk else {
                 continue;
             };
             reserved += promotion.reserved.unwrap_or(0);
@@ -54,7 +53,7 @@ impl Promotions {
             };
             places += 1;
             ensure!(
-                self.read_queues.at(place) == Some(id) && place.is_of(promotions.priority()),
+                self.read_queues.at(place) == Some(id) && place.is_of(share.priority()),
                 "{id:?} is not where it should wait: {place:?}"
             );
         }

@@ -15,10 +15,10 @@ use crate::metrics::Counters;
 use crate::session::Priority;
 use crate::work;
 
+use super::fetch::{Promotion, Share, Shares, Verified};
 use super::ids::RequestId;
 use super::parts::EngineParts;
 use super::planner::Rates;
-use super::requests::{Promotion, RequestPromotions, Requests, Verified};
 use super::residency::{PromotionPlan, Residency};
 use budget::PromotionBudget;
 use probes::Probe;
@@ -111,8 +111,8 @@ impl Promotions {
     }
 
     /// Bytes that one more promotion of a request may bring.
-    pub(super) fn budget_of(&self, request: &RequestPromotions) -> u64 {
-        self.budget.of(request)
+    pub(super) fn budget_of(&self, share: &Share) -> u64 {
+        self.budget.of(share)
     }
 
     /// Bytes held in the arena until they are loaded.
@@ -144,20 +144,20 @@ impl Promotions {
     pub(super) fn start(
         &mut self,
         id: RequestId,
-        request: &mut RequestPromotions,
+        share: &mut Share,
         plan: PromotionPlan,
         rates: &mut Rates,
-        (now_ns, predicted_ns): (u64, Option<u64>),
+        now_ns: u64,
     ) {
         assert!(
-            request.active.is_none(),
+            share.waits.disk.is_none(),
             "a request has two promotions at once"
         );
-        let priority = request.priority();
+        let priority = share.priority();
         let shares = rates.enqueue(&plan.unread_by_device, priority);
         let place = self.read_queues.new_place(priority, plan.device);
         self.read_queues.insert(place, id);
-        request.active = Some(Promotion {
+        share.waits.disk = Some(Promotion {
             payloads: plan.payloads,
             next: 0,
             waiting: 0,
@@ -172,9 +172,9 @@ impl Promotions {
             place: Some(place),
             shares,
             front: 0,
-            predicted_ns,
+            predicted_ns: share.plans.disk.predicted_ns,
             reserved: None,
-            continues: request.bytes > 0,
+            continues: share.bytes > 0,
             silent: false,
             started_ns: now_ns,
             short_ns: None,
@@ -185,18 +185,18 @@ impl Promotions {
     pub(super) fn promote_to_demand(
         &mut self,
         id: RequestId,
-        request: &mut RequestPromotions,
+        share: &mut Share,
         rates: &mut Rates,
     ) {
-        if request.demanded {
+        if share.demanded {
             return;
         }
-        self.budget.demanded(request);
-        request.demanded = true;
-        if let Some(promotion) = &mut request.active {
+        self.budget.demanded(share);
+        share.demanded = true;
+        if let Some(promotion) = &mut share.waits.disk {
             rates.promote_to_demand(&mut promotion.shares);
         }
-        let place = request.active.as_mut().and_then(|of| of.place.as_mut());
+        let place = share.waits.disk.as_mut().and_then(|of| of.place.as_mut());
         if let Some(place) = place {
             self.read_queues.remove(*place);
             *place = self.read_queues.new_place(Priority::Demand, place.device());
@@ -205,31 +205,31 @@ impl Promotions {
     }
 
     /// Frees a request's share of the budget.
-    pub(super) fn release(&mut self, request: &mut RequestPromotions) {
-        self.budget.release(request);
+    pub(super) fn release(&mut self, share: &mut Share) {
+        self.budget.release(share);
     }
 
     /// Ends a request's promotion. Reads in flight go on and serve the next request for their payloads; reads that were
     /// not issued are not made.
     pub(super) fn end(&mut self, id: RequestId, how: PromotionEnd, parts: &mut EngineParts<'_>) {
-        let request = &mut parts.requests[id].promotions;
-        let Some(promotion) = request.active.take() else {
+        let share = &mut parts.shares[id];
+        let Some(promotion) = share.waits.disk.take() else {
             return;
         };
         self.ended = true;
-        let priority = request.priority();
+        let priority = share.priority();
         parts.rates.ended(&promotion.shares, priority);
         if let Some(place) = promotion.place {
             self.read_queues.remove(place);
         }
-        self.budget.ended(id, &promotion, request);
+        self.budget.ended(id, &promotion, share);
         if promotion.reached != NONE {
             parts.residency.unpin(promotion.reached);
         }
         match how {
             PromotionEnd::Finished => {
                 let is_complete = promotion.is_complete();
-                parts.requests[id].promotions.verified = is_complete.then_some(promotion.goal);
+                parts.shares[id].verified = is_complete.then_some(promotion.goal);
                 let took_ns = parts.now_ns - promotion.started_ns;
                 if let Some(predicted_ns) = promotion.predicted_ns {
                     parts.counters.plan_predicted_disk_ns += predicted_ns;
@@ -245,10 +245,10 @@ impl Promotions {
             }
             PromotionEnd::GivenUp => parts.counters.promotions_given_up += 1,
         }
-        if !parts.requests[id].promotions.demanded {
-            if self.prefetched.len() > 2 * parts.requests.len() {
-                let requests = &parts.requests;
-                self.prefetched.retain(|&id| requests.contains_key(id));
+        if !parts.shares[id].demanded {
+            if self.prefetched.len() > 2 * parts.shares.len() {
+                let shares = &parts.shares;
+                self.prefetched.retain(|&id| shares.contains_key(id));
             }
             self.prefetched.push_back(id);
         }
@@ -260,8 +260,8 @@ impl Promotions {
         for read in reads {
             for (id, started) in self.waiters.remove(read).unwrap_or_default() {
                 work::queued();
-                let request = parts.requests.get(id);
-                if request.is_some_and(|request| request.promotions.started == started) {
+                let share = parts.shares.get(id);
+                if share.is_some_and(|share| share.started == started) {
                     self.end(id, PromotionEnd::GivenUp, parts);
                 }
             }
@@ -278,13 +278,13 @@ impl Promotions {
     ) {
         for (id, started) in self.waiters.remove(&(node, group)).unwrap_or_default() {
             work::queued();
-            let Some(request) = parts.requests.get_mut(id) else {
+            let Some(share) = parts.shares.get_mut(id) else {
                 continue;
             };
-            if request.promotions.started != started {
+            if share.started != started {
                 continue;
             }
-            let Some(promotion) = &mut request.promotions.active else {
+            let Some(promotion) = &mut share.waits.disk else {
                 continue;
             };
             let left = promotion.waiting.checked_sub(1);
@@ -302,10 +302,10 @@ impl Promotions {
 
     /// Bytes that requests wait for and that are not being read yet. Bytes that other requests have read meanwhile
     /// count until the request's own turn reaches them.
-    pub(super) fn queue_bytes(requests: &Requests) -> u64 {
-        let promotions = requests.values();
-        promotions
-            .filter_map(|request| request.promotions.active.as_ref())
+    pub(super) fn queue_bytes(shares: &Shares) -> u64 {
+        let waits = shares.values().map(|share| &share.waits);
+        waits
+            .filter_map(|waits| waits.disk.as_ref())
             .filter(|promotion| !promotion.is_issued())
             .map(|promotion| promotion.unread)
             .sum()

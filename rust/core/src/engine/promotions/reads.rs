@@ -57,7 +57,7 @@ impl Promotions {
                 if let Issued::Waits(device) = self.issue(id, &mut admits, parts, out) {
                     let place = place.at(device);
                     self.read_queues.insert(place, id);
-                    let promotion = parts.requests[id].promotions.active.as_mut();
+                    let promotion = parts.shares[id].waits.disk.as_mut();
                     promotion.expect("it goes on").place = Some(place);
                 }
             }
@@ -87,7 +87,7 @@ impl Promotions {
     }
 
     fn leave_queue(&mut self, id: RequestId, parts: &mut EngineParts<'_>) -> QueuePlace {
-        let promotion = parts.requests[id].promotions.active.as_mut();
+        let promotion = parts.shares[id].waits.disk.as_mut();
         let place = promotion.and_then(|promotion| promotion.place.take());
         let place = place.expect("a request in a queue has a promotion that knows its place");
         self.read_queues.remove(place);
@@ -104,7 +104,7 @@ impl Promotions {
     ) -> Issued {
         loop {
             work::queued();
-            let Some(promotion) = parts.requests[id].promotions.active.as_mut() else {
+            let Some(promotion) = parts.shares[id].waits.disk.as_mut() else {
                 return Issued::All;
             };
             let Some(&(node, group)) = promotion.payloads.get(promotion.next) else {
@@ -169,31 +169,29 @@ impl Promotions {
         parts: &mut EngineParts<'_>,
     ) -> Issued {
         let now_ns = parts.now_ns;
-        let request = &mut parts.requests[id].promotions;
+        let share = &mut parts.shares[id];
         self.is_short |= for_memory;
-        self.lacks_memory |= for_memory && request.demanded;
-        let promotion = request.active.as_mut().expect("its reads are issued");
+        self.lacks_memory |= for_memory && share.demanded;
+        let promotion = share.waits.disk.as_mut().expect("its reads are issued");
         let since_ns = promotion.short_ns.unwrap_or(now_ns);
         promotion.short_ns = for_memory.then_some(since_ns);
         let since_ns = since_ns.max(parts.operations.read_progress_ns(device));
-        if !for_memory
-            || request.demanded
-            || now_ns < since_ns.saturating_add(parts.config.stall_ns)
+        if !for_memory || share.demanded || now_ns < since_ns.saturating_add(parts.config.stall_ns)
         {
             return Issued::Waits(Some(device));
         }
         self.end(id, PromotionEnd::GivenUp, parts);
-        let request = &mut parts.requests[id];
-        request.move_lease(NONE, parts.residency);
-        self.release(&mut request.promotions);
+        let share = &mut parts.shares[id];
+        share.move_lease(NONE, parts.residency);
+        self.release(share);
         Issued::All
     }
 
     /// Moves a request's promotion past a payload that is in the arena or being read.
     fn pass(&mut self, id: RequestId, node: NodeId, group: u8, parts: &mut EngineParts<'_>) {
-        let request = &mut parts.requests[id].promotions;
-        let started = request.started;
-        let promotion = request.active.as_mut().expect("its reads are issued");
+        let share = &mut parts.shares[id];
+        let started = share.started;
+        let promotion = share.waits.disk.as_mut().expect("its reads are issued");
         let before = std::mem::replace(&mut promotion.reached, node);
         promotion.next += 1;
         promotion.short_ns = None;
@@ -221,8 +219,8 @@ impl Promotions {
         admits: &mut bool,
         parts: &mut EngineParts<'_>,
     ) -> bool {
-        let request = &parts.requests[id].promotions;
-        let promotion = request.active.as_ref().expect("its reads are issued");
+        let share = &parts.shares[id];
+        let promotion = share.waits.disk.as_ref().expect("its reads are issued");
         let (rest, continues) = (promotion.unread, promotion.continues);
         if promotion.reserved.is_some() {
             return true;
@@ -231,12 +229,12 @@ impl Promotions {
         if !*admits && !continues && !self.budget.is_partial(id) {
             return false;
         }
-        if request.demanded && !continues {
+        if share.demanded && !continues {
             self.evict_prefetches(id, rest, parts);
         }
         let slot = parts.residency.slot_bytes(node, group);
-        let request = &mut parts.requests[id].promotions;
-        let is_admitted = self.budget.admit(id, request, slot);
+        let share = &mut parts.shares[id];
+        let is_admitted = self.budget.admit(id, share, slot);
         *admits &= is_admitted;
         is_admitted
     }
@@ -244,16 +242,15 @@ impl Promotions {
     /// Frees budget for a demand of `bytes`: the payloads of ended prefetches stay in the arena, but may be
     /// evicted.
     fn evict_prefetches(&mut self, id: RequestId, bytes: u64, parts: &mut EngineParts<'_>) {
-        while self.budget.lacks(&parts.requests[id].promotions, bytes)
+        while self.budget.lacks(&parts.shares[id], bytes)
             && let Some(other) = self.prefetched.pop_back()
         {
-            let Some(state) = parts.requests.get_mut(other) else {
+            let Some(share) = parts.shares.get_mut(other) else {
                 continue;
             };
-            let of = &state.promotions;
-            if !of.demanded && !of.reserved && of.active.is_none() {
-                state.move_lease(NONE, parts.residency);
-                self.release(&mut state.promotions);
+            if !share.demanded && !share.is_reserved() && share.waits.disk.is_none() {
+                share.move_lease(NONE, parts.residency);
+                self.release(share);
             }
         }
     }
@@ -265,14 +262,14 @@ impl Promotions {
             parts.residency.node(node).depth,
             parts.residency.node(node).device,
         );
-        let request = &mut parts.requests[id].promotions;
-        request.from_disk = Some(match request.from_disk {
+        let share = &mut parts.shares[id];
+        share.from_disk = Some(match share.from_disk {
             None => (depth - 1, depth),
             Some((after, to)) => (after.min(depth - 1), to.max(depth)),
         });
-        self.budget.take(request, slot);
-        let priority = request.priority();
-        if let Some(promotion) = &mut request.active {
+        self.budget.take(share, slot);
+        let priority = share.priority();
+        if let Some(promotion) = &mut share.waits.disk {
             let shares = &mut promotion.shares;
             parts.rates.read_began(device, slot, shares, priority);
             promotion.unread = promotion.unread.saturating_sub(slot);

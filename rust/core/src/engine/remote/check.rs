@@ -6,8 +6,8 @@ use crate::forest::{HostState, NONE, NodeId, NsId};
 use crate::session::BlockEvent;
 
 use super::super::ensure::ensure;
+use super::super::fetch::Shares;
 use super::super::namespaces::Namespaces;
-use super::super::requests::Requests;
 use super::super::residency::Residency;
 use super::{Operation, Remote};
 
@@ -41,7 +41,7 @@ impl Remote {
     /// Names the first invariant that does not hold.
     pub(in crate::engine) fn check(
         &self,
-        requests: &Requests,
+        shares: &Shares,
         residency: &Residency,
         namespaces: &Namespaces,
     ) -> Result<(), String> {
@@ -104,13 +104,13 @@ impl Remote {
                 "{id:?} goes on although the life of its namespace has ended"
             );
             for waiter in &flight.waiters {
-                let request = requests.get(*waiter);
-                let knows = request.is_some_and(|request| request.remote.flight == Some(id));
+                let share = shares.get(*waiter);
+                let knows = share.is_some_and(|share| share.waits.remote == Some(id));
                 ensure!(knows, "a waiter of {id:?} does not know the flight");
             }
         }
-        for (id, request) in requests {
-            let Some(flight) = request.remote.flight else {
+        for (id, share) in shares {
+            let Some(flight) = share.waits.remote else {
                 continue;
             };
             let of = self.flights.get(flight);

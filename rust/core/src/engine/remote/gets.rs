@@ -218,8 +218,8 @@ impl Remote {
 
     /// Frees the leases of ended flights whose requests have no demanded lookup.
     fn release_idle(&mut self, but: FlightId, parts: &mut EngineParts<'_>) {
-        let requests = &*parts.requests;
-        let is_demanded = |&id: &RequestId| requests[id].promotions.demanded;
+        let shares = &*parts.shares;
+        let is_demanded = |&id: &RequestId| shares[id].demanded;
         let is_idle = |&(id, flight): &(FlightId, &Flight)| {
             work::queued();
             id != but && flight.is_over && !flight.waiters.iter().any(is_demanded)

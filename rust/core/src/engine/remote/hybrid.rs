@@ -12,7 +12,7 @@ use super::Remote;
 use super::boundaries::Boundaries;
 use super::flight::{Flight, question};
 use super::pieces::{Piece, last_of, of_boundary};
-use super::plans::Wanted;
+use super::plans::{HitEnds, Wanted};
 use super::recent::fingerprint;
 use super::search::{SEGMENTS_MAX, Search};
 use super::spaces::Space;
@@ -24,29 +24,28 @@ const LOCAL_NODES: u32 = 250;
 impl Remote {
     /// The boundaries of a prompt that the tiers lack, and the block hash at the last boundary. `None` if the tiers
     /// have the last boundary. `found` is the deepest node of the prompt with all required payloads, and its depth;
-    /// hits end at multiples of `align` hash blocks.
+    /// hits end where `ends` says.
     pub(super) fn wanted_boundary(
         &self,
-        id: RequestId,
         (ns, space): (NsId, Space),
-        (request, align): (&LookupRequest<'_>, u32),
+        (request, ends): (&LookupRequest<'_>, HitEnds),
         found: (NodeId, u32),
         parts: &EngineParts<'_>,
     ) -> Option<(Wanted, BlockHash)> {
         // With a draft model, hits need blocks behind their ends, which no object of the boundary has.
-        if parts.requests[id].dropped_tokens > 0 {
+        if ends.dropped > 0 {
             return None;
         }
         let spec = parts.residency.spec(ns);
         let tokens = spec.hash_block_size;
-        let step = step_of(spec, &space, align)?;
+        let step = step_of(spec, &space, ends.align)?;
         let limit = u32::try_from(request.hashes.len()).ok()?;
         let limit = limit.min(request.max.0 / tokens) / step * step;
         let local = request.computed.0 / tokens;
         if limit <= local {
             return None;
         }
-        let above = Self::tiers_reach(found, (local, align, limit), parts);
+        let above = Self::tiers_reach(found, (local, ends.align, limit), parts);
         let least = request.min.0.div_ceil(tokens).saturating_sub(1);
         let above = above.max(local).max(least);
         if above >= limit {

@@ -55,8 +55,6 @@ use recent::Recent;
 use spaces::Spaces;
 use told::Told;
 
-pub(super) use waits::RemoteShare;
-
 /// Segments that are remembered as being in the store, and for how long, in nanoseconds: the store may evict.
 const KNOWN_MAX: usize = 1 << 17;
 const KNOWN_NS: u64 = 3_600_000_000_000;
@@ -452,7 +450,7 @@ impl Engine {
         let Some(remote) = self.remote.as_deref_mut() else {
             return;
         };
-        let flight = self.sessions.requests[id].remote.flight.take();
+        let flight = self.shares[id].waits.remote.take();
         if let Some(flight) = flight {
             remote.leave(flight, id, &mut self.residency);
         }

@@ -7,7 +7,6 @@ use super::super::coordinator::Engine;
 use super::super::ids::{FlightId, RequestId};
 use super::super::parts::EngineParts;
 use super::super::planner::{Fetch, Prompt, Reading, Reason, Start, Stop};
-use super::super::requests::RequestState;
 use super::Remote;
 use super::flight::Flight;
 use super::search::FETCHED;
@@ -17,6 +16,15 @@ use super::spaces::Space;
 const AHEAD_MAX: usize = 64;
 /// Segments that are not fetched are noted as left if the store is expected to have at least this part of them.
 const LIKELY: f64 = 0.5;
+
+/// Where the hits of a request end, in hash blocks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct HitEnds {
+    /// Hits end at multiples of this number.
+    pub(super) align: u32,
+    /// This many of the last hash blocks that are cached cannot be used.
+    pub(super) dropped: u32,
+}
 
 /// The hash blocks of a prompt that the tiers lack.
 #[derive(Clone, Copy, Debug)]
@@ -63,7 +71,7 @@ impl Engine {
         let (state, Some(remote)) = (&self.sessions.requests[id], &self.remote) else {
             return Fetches::None;
         };
-        if !self.is_planned(state) {
+        if !self.is_planned(&self.shares[id]) {
             return Fetches::All {
                 width: u32::MAX,
                 predicted_ns: None,
@@ -127,15 +135,16 @@ impl Engine {
             }
         };
         let is_final = !is_prefetch || start.promotes || start.reason == Reason::Measure;
-        let share = &mut self.sessions.requests[id].remote;
-        if is_final && !std::mem::replace(&mut share.is_counted, true) {
+        let share = &mut self.shares[id];
+        let plan = &mut share.plans.remote;
+        if is_final && !std::mem::replace(&mut plan.is_counted, true) {
             let tokens = to.saturating_sub(from);
             start
                 .reason
                 .count_remote(start.promotes, tokens, &mut self.counters);
         }
         if start.promotes {
-            share.ignores_prediction = start.reason == Reason::OtherWay;
+            plan.ignores_prediction = start.reason == Reason::OtherWay;
             let is_known = start.reason != Reason::Unknown;
             return Fetches::All {
                 width: if is_known { width } else { (most / 4).max(1) },
@@ -143,7 +152,7 @@ impl Engine {
             };
         }
         // A prefetch is decided again when the scheduler asks.
-        share.gave_up |= !is_prefetch;
+        share.waits.gave_up |= !is_prefetch;
         share.is_left |= reading.present >= LIKELY;
         match start.reason {
             Reason::Measure => Fetches::Some(self.planner.rates.remote.next_measured()),
@@ -155,13 +164,14 @@ impl Engine {
     /// goes on.
     pub(super) fn flight_stop(
         &self,
-        state: &RequestState,
+        id: RequestId,
         flight: &Flight,
         computed: Tokens,
     ) -> Option<(Stop, u32)> {
-        let demanded_ns = state.demanded_ns?;
+        let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
+        let since_ns = share.waits.since_ns?;
         let remote = self.remote.as_deref()?;
-        if !self.is_planned(state) {
+        if !self.is_planned(share) {
             return None;
         }
         let prompt = Prompt {
@@ -173,9 +183,9 @@ impl Engine {
         let (arrived, end) = (arrived * size, (end * size).min(prompt.end));
         let together = flight.gets.max(1) * flight.space.hash_blocks * size;
         let rates = &self.planner.rates.remote;
-        let predicts = !state.remote.ignores_prediction && rates.is_known();
+        let predicts = !share.plans.remote.ignores_prediction && rates.is_known();
         let rest_ns = predicts.then(|| self.rest_ns(remote, flight));
-        let waited_ns = self.now_ns - demanded_ns;
+        let waited_ns = self.now_ns - since_ns;
         let ends = (arrived, end, together);
         let stop = self.planner.stop(&prompt, ends, waited_ns, rest_ns)?;
         Some((stop, end - arrived.clamp(prompt.computed.min(end), end)))

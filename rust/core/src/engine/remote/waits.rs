@@ -7,12 +7,11 @@ use crate::session::{LookupRequest, PromotionWait, Tokens};
 use super::super::coordinator::Engine;
 use super::super::ids::{FlightId, RequestId};
 use super::super::parts::EngineParts;
-use super::super::requests::RequestState;
 use super::super::residency::Residency;
 use super::Remote;
 use super::flight::{Flight, question};
 use super::pieces::Piece;
-use super::plans::{Fetches, Wanted};
+use super::plans::{Fetches, HitEnds, Wanted};
 use super::recent::fingerprint;
 use super::search::{SEGMENTS_MAX, Search};
 use super::spaces::Space;
@@ -21,25 +20,6 @@ use super::spaces::Space;
 const TRIES_MAX: u8 = 4;
 /// Flights that go on at once.
 pub(super) const FLIGHTS_MAX: usize = 1024;
-
-/// A request's share in the flights.
-#[derive(Clone, Copy, Debug, Default)]
-pub(in crate::engine) struct RemoteShare {
-    /// The flight that the request waits for, or whose segments are leased until the request has looked again.
-    pub(in crate::engine) flight: Option<FlightId>,
-    /// Number of flights that the request has joined.
-    tries: u8,
-    /// The request has waited for long enough, or shall not wait: it joins no other flight.
-    pub(super) gave_up: bool,
-    /// Segments that the store probably has were not fetched, since computing takes less time.
-    pub(in crate::engine) is_left: bool,
-    /// The decision to wait was counted.
-    pub(super) is_counted: bool,
-    /// The request waits against the prediction.
-    pub(super) ignores_prediction: bool,
-    /// Depths (exclusive, inclusive) that flights brought for the request.
-    pub(in crate::engine) brought: Option<(u32, u32)>,
-}
 
 impl Engine {
     /// Whether a request's answer has to wait for segments from the remote store. Begins to fetch the segments that the
@@ -55,23 +35,25 @@ impl Engine {
         if self.remote.is_none() || is_tail() {
             return false;
         }
-        if let Some(flight) = self.sessions.requests[id].remote.flight {
-            let state = &self.sessions.requests[id];
-            if self.flight_goes_on(flight, ns) && !self.is_flight_late(state, request.computed) {
+        if let Some(flight) = self.shares[id].waits.remote {
+            if self.flight_goes_on(flight, ns) && !self.is_flight_late(id, request.computed) {
                 return true;
             }
             self.note_flight(id, (flight, ns), request.computed);
         }
-        let share = &self.sessions.requests[id].remote;
-        if self.draining || share.gave_up || share.tries == TRIES_MAX {
+        let waits = &self.shares[id].waits;
+        if self.draining || waits.gave_up || waits.flights == TRIES_MAX {
             return false;
         }
-        let align = self.sessions.alignment_of(id) / self.residency.hash_block_size(ns);
+        let tokens = self.residency.hash_block_size(ns);
+        let ends = HitEnds {
+            align: self.sessions.alignment_of(id) / tokens,
+            dropped: self.sessions.requests[id].dropped_tokens.div_ceil(tokens),
+        };
         let Some((remote, parts)) = self.remote() else {
             return false;
         };
-        let of_request = (request, align);
-        let Some((wanted, under_way)) = remote.wanted(id, ns, of_request, &parts) else {
+        let Some((wanted, under_way)) = remote.wanted(ns, (request, ends), &parts) else {
             return false;
         };
         let fetches = self.plans_flight(id, request, &wanted, under_way);
@@ -84,7 +66,7 @@ impl Engine {
             Fetches::All { .. } => wanted.segments,
         };
         let wanted = Wanted { segments, ..wanted };
-        let Some(flight) = remote.join(id, ns, request, (wanted, align), &mut parts) else {
+        let Some(flight) = remote.join(id, ns, request, (wanted, ends.align), &mut parts) else {
             return false;
         };
         let of = &mut remote.flights[flight];
@@ -107,9 +89,9 @@ impl Engine {
         let Some((remote, parts)) = self.remote() else {
             return false;
         };
-        let share = &mut parts.requests[id].remote;
-        let before = share.flight.replace(flight);
-        share.tries += 1;
+        let waits = &mut parts.shares[id].waits;
+        let before = waits.remote.replace(flight);
+        waits.flights += 1;
         if let Some(before) = before {
             remote.leave(before, id, parts.residency);
         }
@@ -120,14 +102,13 @@ impl Engine {
     fn is_over_before(&mut self, id: RequestId, flight: FlightId, computed: Tokens) -> bool {
         let flights = self.remote.as_ref().map(|remote| &remote.flights);
         let flight_of = flights.and_then(|flights| flights.get(flight));
-        let state = &self.sessions.requests[id];
-        if flight_of.is_some_and(|of| !self.is_late_for(state, of, computed)) {
+        if flight_of.is_some_and(|of| !self.is_late_for(id, of, computed)) {
             return false;
         }
         if let Some(remote) = self.remote.as_deref_mut() {
             remote.leave(flight, id, &mut self.residency);
         }
-        self.sessions.requests[id].remote.gave_up = true;
+        self.shares[id].waits.gave_up = true;
         true
     }
 
@@ -142,19 +123,18 @@ impl Engine {
         let came = (of.found, of.reach(of.arrived));
         // A silent store costs a request its time limit only once.
         let gave_up = is_of_ns && (!of.is_over || of.is_failed);
-        let state = &self.sessions.requests[id];
-        let stop = match is_of_ns && !of.is_over && !state.remote.gave_up {
-            true => self.flight_stop(state, of, computed),
+        let stop = match is_of_ns && !of.is_over && !self.shares[id].waits.gave_up {
+            true => self.flight_stop(id, of, computed),
             false => None,
         };
         if let Some((stop, tokens)) = stop {
             stop.count_remote(tokens, &mut self.counters);
         }
-        let share = &mut self.sessions.requests[id].remote;
-        share.gave_up |= gave_up;
+        let share = &mut self.shares[id];
+        share.waits.gave_up |= gave_up;
         share.is_left |= stop.is_some();
         if is_of_ns && came.1 > came.0 {
-            share.brought = Some(match share.brought {
+            share.from_remote = Some(match share.from_remote {
                 None => came,
                 Some((after, to)) => (after.min(came.0), to.max(came.1)),
             });
@@ -173,44 +153,45 @@ impl Engine {
     /// Whether a request with `computed` tokens waits for a flight, and may continue to wait.
     pub(in crate::engine) fn waits_for_flight(
         &self,
-        state: &RequestState,
+        id: RequestId,
         ns: NsId,
         computed: Tokens,
     ) -> bool {
-        let Some(flight) = state.remote.flight else {
+        let waits = &self.shares[id].waits;
+        let Some(flight) = waits.remote else {
             return false;
         };
-        self.flight_goes_on(flight, ns)
-            && !state.remote.gave_up
-            && !self.is_flight_late(state, computed)
+        self.flight_goes_on(flight, ns) && !waits.gave_up && !self.is_flight_late(id, computed)
     }
 
     /// Whether a request with a demanded lookup has waited for its flight for long enough.
-    fn is_flight_late(&self, state: &RequestState, computed: Tokens) -> bool {
+    fn is_flight_late(&self, id: RequestId, computed: Tokens) -> bool {
         let flights = self.remote.as_ref().map(|remote| &remote.flights);
-        let flight = flights.zip(state.remote.flight);
+        let flight = flights.zip(self.shares[id].waits.remote);
         let flight = flight.and_then(|(flights, id)| flights.get(id));
-        flight.is_none_or(|flight| self.is_late_for(state, flight, computed))
+        flight.is_none_or(|flight| self.is_late_for(id, flight, computed))
     }
 
     /// Whether a request with a demanded lookup has waited for long enough, if it waits for this flight.
-    fn is_late_for(&self, state: &RequestState, flight: &Flight, computed: Tokens) -> bool {
-        let Some(demanded_ns) = state.demanded_ns else {
+    fn is_late_for(&self, id: RequestId, flight: &Flight, computed: Tokens) -> bool {
+        let waits = &self.shares[id].waits;
+        let Some(since_ns) = waits.since_ns else {
             return false;
         };
-        match state.wait.unwrap_or(self.config.promotion_wait) {
+        match waits.limit.unwrap_or(self.config.promotion_wait) {
             PromotionWait::Complete => false,
-            PromotionWait::Planned => self.flight_stop(state, flight, computed).is_some(),
+            PromotionWait::Planned => self.flight_stop(id, flight, computed).is_some(),
             PromotionWait::Limit {
                 base_ns,
                 per_1k_tokens_ns,
             } => {
+                let state = &self.sessions.requests[id];
                 // A segment may end behind the prompt.
                 let reach = flight.progress().1 * self.hash_block_size_of(state);
                 let reach = reach.min(state.planned.end);
                 let gain = reach.saturating_sub(computed.0);
                 let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
-                u128::from(self.now_ns - demanded_ns) >= u128::from(base_ns) + part
+                u128::from(self.now_ns - since_ns) >= u128::from(base_ns) + part
             }
         }
     }
@@ -222,7 +203,7 @@ impl Engine {
         hash_block_size: u32,
         (computed, external): (Tokens, Tokens),
     ) {
-        let brought = self.sessions.requests[id].remote.brought;
+        let brought = self.shares[id].from_remote;
         if let Some((after, to)) = brought {
             let from = computed.0.max(after * hash_block_size);
             let end = (computed.0 + external.0).min(to * hash_block_size);
@@ -233,12 +214,11 @@ impl Engine {
 
 impl Remote {
     /// The hash blocks that a prompt lacks, and the flight that brings the first of them. `None` if the store does not
-    /// help. Hits end at multiples of `align` hash blocks.
+    /// help.
     fn wanted(
         &mut self,
-        id: RequestId,
         ns: NsId,
-        (request, align): (&LookupRequest<'_>, u32),
+        (request, ends): (&LookupRequest<'_>, HitEnds),
         parts: &EngineParts<'_>,
     ) -> Option<(Wanted, Option<FlightId>)> {
         if !self.breaker.allows(parts.now_ns) {
@@ -248,10 +228,10 @@ impl Remote {
         let residency = &*parts.residency;
         let found = residency.deepest(ns, request.hashes, |node| node.is_visible());
         let found = found.unwrap_or((NONE, 0));
-        let of_request = (request, align);
+        let of_request = (request, ends);
         let (wanted, end) = match space.is_hybrid {
-            true => self.wanted_boundary(id, (ns, space), of_request, found, parts)?,
-            false => wanted_segments(id, (ns, space), of_request, found, parts)?,
+            true => self.wanted_boundary((ns, space), of_request, found, parts)?,
+            false => wanted_segments((ns, space), of_request, found, parts)?,
         };
         crate::work::index();
         let under_way = self.by_segment.get(&(ns, end)).copied();
@@ -360,16 +340,15 @@ impl Remote {
 /// The segments that a prompt lacks, and the block hash at the end of the first. `None` if the tiers have the whole
 /// prompt, or if no whole segment is left.
 fn wanted_segments(
-    id: RequestId,
     (ns, space): (NsId, Space),
-    (request, align): (&LookupRequest<'_>, u32),
+    (request, ends): (&LookupRequest<'_>, HitEnds),
     (deepest, found): (NodeId, u32),
     parts: &EngineParts<'_>,
 ) -> Option<(Wanted, BlockHash)> {
     let tokens = parts.residency.hash_block_size(ns);
-    let dropped = parts.requests[id].dropped_tokens.div_ceil(tokens);
     let blocks = u32::try_from(request.hashes.len()).ok()?;
-    let limit = blocks.min((request.max.0 / tokens).saturating_add(dropped)) / align * align;
+    let limit =
+        blocks.min((request.max.0 / tokens).saturating_add(ends.dropped)) / ends.align * ends.align;
     if limit <= found || limit * tokens <= request.computed.0 {
         return None;
     }
