@@ -11,6 +11,7 @@ use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens
 use super::coordinator::Engine;
 use super::fetch::{LastAnswer, Share};
 use super::ids::{RequestId, SessionId};
+use super::planner::FetchSource;
 use super::plans::Reads;
 use super::promotions::PromotionEnd;
 use super::residency::Residency;
@@ -222,7 +223,7 @@ impl Engine {
             .promised(id, ns, most)
             .saturating_sub(request.computed.0);
         let late = self.is_late(id, gain);
-        let stop = if late { self.plan_stops(id) } else { None };
+        let stop = if late { self.promotion_stop(id) } else { None };
         let promotion = self.shares[id].waits.disk.as_ref();
         let is_stalled = late && promotion.is_some_and(|promotion| self.is_stalled(promotion));
         if promotion.is_some() && gain > 0 && !late {
@@ -236,7 +237,7 @@ impl Engine {
         };
         promotions.end(id, end, &mut parts);
         if let Some((stop, tokens)) = stop {
-            stop.count(tokens, &mut self.counters);
+            stop.count(FetchSource::Disk, tokens, &mut self.counters);
         }
         // A late lookup is answered with the blocks that have arrived.
         Some(match stop {

@@ -7,6 +7,7 @@
 //! [`Engine`] coordinates parts that own their fields:
 //!
 //! - `residency`: which payload is in which tier, and which may be evicted;
+//! - `fetch`: what each request waits for and keeps in the arena, and for how long requests wait;
 //! - `promotions`: disk to arena, for the requests that wait;
 //! - `writeback`: arena to disk, payloads and their records;
 //! - `checksums`: which payloads in the arena are to be summed, behind saves and before hits;
@@ -68,7 +69,6 @@ mod save_cursor;
 mod sealed;
 mod served;
 mod sessions;
-mod waits;
 mod writeback;
 
 #[cfg(feature = "check")]

@@ -167,6 +167,14 @@ impl Operations {
         self.devices[device.index()].reads.progress_ns
     }
 
+    /// How long a device has had reads of which none has ended.
+    pub(super) fn silent_ns(&self, device: DeviceIndex, now_ns: u64) -> u64 {
+        match self.reads(device) {
+            0 => 0,
+            _ => now_ns.saturating_sub(self.read_progress_ns(device)),
+        }
+    }
+
     /// Whether the reads of a device are stalled, and whether its writes are: some are in flight, and none has ended
     /// for `limit_ns`.
     pub(super) fn stalled(&self, device: DeviceIndex, limit_ns: u64, now_ns: u64) -> (bool, bool) {

@@ -1,14 +1,12 @@
 //! Plans of requests: the questions that lookups and loads have for the planner.
 
-use crate::forest::DeviceIndex;
-use crate::session::{PromotionWait, Step, Tokens};
+use crate::session::{Step, Tokens};
 
 use super::coordinator::Engine;
-use super::fetch::{Promotion, Share};
+use super::fetch::{Pace, Promotion};
 use super::ids::{RequestId, SessionId};
-use super::planner::{MEASURE_AFTER_NS, Prompt, Reading, Reason, Stop};
+use super::planner::{FetchSource, MEASURE_AFTER_NS, Prompt, Reading, Reason, Stop};
 use super::promotions::front;
-use super::requests::RequestState;
 use super::sessions::LoadPromise;
 
 /// The planner's inputs for a request, and its decisions. Tokens count from the start of the prompt.
@@ -59,7 +57,8 @@ impl Engine {
         least.unwrap_or_else(|| self.planner.least(session)).max(1)
     }
 
-    pub(super) fn prompt(&self, state: &RequestState) -> Prompt {
+    pub(super) fn prompt(&self, id: RequestId) -> Prompt {
+        let state = &self.sessions.requests[id];
         let ns = self.sessions.get(state.session).map(|session| session.ns);
         let ns = ns.expect("a request belongs to a session");
         Prompt {
@@ -71,16 +70,11 @@ impl Engine {
         }
     }
 
-    pub(super) fn is_planned(&self, share: &Share) -> bool {
-        share.waits.limit.unwrap_or(self.config.promotion_wait) == PromotionWait::Planned
-    }
-
     /// Whether a load of the blocks in host memory, up to `boundary` hash blocks, is worth its
     /// copy.
     pub(super) fn is_copy_worth(&mut self, id: RequestId, boundary: u32) -> bool {
-        let state = &self.sessions.requests[id];
-        let prompt = self.prompt(state);
-        let to = boundary * self.hash_block_size_of(state);
+        let prompt = self.prompt(id);
+        let to = boundary * self.hash_block_size_of(id);
         let is_worth = self.planner.is_copy_worth(&prompt, to, self.now_ns);
         let share = &mut self.shares[id];
         let is_first = share.demanded && !share.plans.disk.is_counted;
@@ -92,8 +86,8 @@ impl Engine {
         is_worth
     }
 
-    pub(super) fn hash_block_size_of(&self, state: &RequestState) -> u32 {
-        let session = self.sessions.get(state.session);
+    pub(super) fn hash_block_size_of(&self, id: RequestId) -> u32 {
+        let session = self.sessions.get(self.sessions.requests[id].session);
         let session = session.expect("a request belongs to a session");
         self.residency.hash_block_size(session.ns)
     }
@@ -108,11 +102,11 @@ impl Engine {
     ) -> Reads {
         let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
         // Payloads in the arena are only compared with their checksums.
-        if !self.is_planned(share) || host == disk {
+        if !self.is_planned(id) || host == disk {
             return Reads::All;
         }
-        let prompt = self.prompt(state);
-        let size = self.hash_block_size_of(state);
+        let prompt = self.prompt(id);
+        let size = self.hash_block_size_of(id);
         let session = self.sessions.get(state.session);
         let ns = session.expect("a request belongs to a session").ns;
         let (host, disk) = ((host * size).max(prompt.computed), disk * size);
@@ -124,7 +118,7 @@ impl Engine {
             devices.filter(|device| disks[device.index()].health.answers_reads())
         };
         let wait_ns = |bytes: f64| {
-            let silent = |device| self.silent_ns(device);
+            let silent = |device| self.operations.silent_ns(device, self.now_ns);
             let rates = &self.planner.rates;
             rates.wait_ns(bytes as u64, priority, answering, silent)
         };
@@ -151,17 +145,9 @@ impl Engine {
             is_old: !self.promotions.has_probes() && is_old(),
         };
         let start = self.planner.start(&prompt, (host, disk), &reading);
-        let plan = &mut self.shares[id].plans.disk;
-        plan.predicted_ns = (start.reason != Reason::Unknown).then_some(all_ns as u64);
-        plan.ignores_prediction = start.reason == Reason::OtherWay;
-        // If a prefetch is not made, the demanded lookup decides again. A start that measures is counted now: the later
-        // decision uses its results.
-        let is_final = !is_prefetch || start.promotes || start.reason == Reason::Measure;
-        if is_final && !std::mem::replace(&mut plan.is_counted, true) {
-            start
-                .reason
-                .count(start.promotes, disk - host, &mut self.counters);
-        }
+        let is_known = start.reason != Reason::Unknown;
+        self.shares[id].plans.disk.predicted_ns = is_known.then_some(all_ns as u64);
+        self.note_start(id, FetchSource::Disk, (&start, is_prefetch), disk - host);
         match (start.promotes, start.reason) {
             (true, _) => Reads::All,
             (false, Reason::Measure) => Reads::Some,
@@ -169,38 +155,24 @@ impl Engine {
         }
     }
 
-    /// How long a device has had reads of which none has ended.
-    fn silent_ns(&self, device: DeviceIndex) -> u64 {
-        if self.operations.reads(device) == 0 {
-            return 0;
-        }
-        let progress_ns = self.operations.read_progress_ns(device);
-        self.now_ns - progress_ns.min(self.now_ns)
-    }
-
     /// Why a request's planned wait for its promotion is over, with the tokens that have not arrived; `None` if the
     /// wait goes on, or there is no such wait.
-    pub(super) fn plan_stops(&self, id: RequestId) -> Option<(Stop, u32)> {
-        let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
+    pub(super) fn promotion_stop(&self, id: RequestId) -> Option<(Stop, u32)> {
+        let (planned, share) = (&self.sessions.requests[id].planned, &self.shares[id]);
         let promotion = share.waits.disk.as_ref()?;
-        let since_ns = share.waits.since_ns?;
-        if !self.is_planned(share) {
-            return None;
-        }
-        let prompt = self.prompt(state);
-        let size = self.hash_block_size_of(state);
-        let (arrived, boundary) = (self.arrived(promotion) * size, promotion.boundary() * size);
-        let predicts = !share.plans.disk.ignores_prediction && self.planner.rates.are_known();
-        let rest_ns = predicts.then(|| {
-            let issued = promotion.is_issued();
+        self.plan_stop(id, Tokens(planned.computed), |_| {
+            let size = self.hash_block_size_of(id);
             let rates = &self.planner.rates;
-            rates.rest_ns(&promotion.shares, issued, |device| self.silent_ns(device))
-        });
-        let ends = (arrived, boundary, size);
-        let waited_ns = self.now_ns - since_ns;
-        let stop = self.planner.stop(&prompt, ends, waited_ns, rest_ns)?;
-        let from = prompt.computed.min(boundary);
-        Some((stop, boundary - arrived.clamp(from, boundary)))
+            let predicts = !share.plans.disk.ignores_prediction && rates.are_known();
+            let silent = |device| self.operations.silent_ns(device, self.now_ns);
+            Pace {
+                arrived: self.arrived(promotion) * size,
+                end: promotion.boundary() * size,
+                together: size,
+                rest_ns: predicts
+                    .then(|| rates.rest_ns(&promotion.shares, promotion.is_issued(), silent)),
+            }
+        })
     }
 
     /// Hash blocks of the hit, if the promotion ended now.
@@ -223,7 +195,7 @@ impl Engine {
         let to = computed.0.saturating_add(external.0);
         let prompt = Prompt {
             computed: computed.0,
-            ..self.prompt(state)
+            ..self.prompt(id)
         };
         let (saved_ns, copy_ns) = self.planner.load_ns(&prompt, to);
         LoadPromise {

@@ -6,7 +6,7 @@ use crate::forest::{NONE, NodeId};
 use crate::session::{Priority, PromotionWait};
 
 use super::super::ids::{FlightId, RequestId};
-use super::super::planner::ReadShare;
+use super::super::planner::{FetchSource, ReadShare};
 use super::super::promotions::QueuePlace;
 use super::super::residency::Residency;
 
@@ -41,6 +41,15 @@ pub(in crate::engine) struct Share {
 pub(in crate::engine) struct Plans {
     pub(in crate::engine) disk: Plan,
     pub(in crate::engine) remote: Plan,
+}
+
+impl Plans {
+    pub(in crate::engine) fn of(&mut self, source: FetchSource) -> &mut Plan {
+        match source {
+            FetchSource::Disk => &mut self.disk,
+            FetchSource::Remote => &mut self.remote,
+        }
+    }
 }
 
 /// The planner's last decision for a request and a source.

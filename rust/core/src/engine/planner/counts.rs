@@ -4,75 +4,70 @@ use crate::metrics::Counters;
 
 use super::plan::{Reason, Stop};
 
+/// Where tokens are fetched from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) enum FetchSource {
+    Disk,
+    Remote,
+}
+
 impl Reason {
-    /// Counts a decision about a promotion of this many tokens.
-    pub(in crate::engine) fn count(self, promotes: bool, tokens: u32, counters: &mut Counters) {
-        let counter = match (promotes, self) {
-            (true, Self::Faster | Self::Measure) => &mut counters.plans_load_faster,
-            (true, Self::Unknown) => &mut counters.plans_load_unknown,
-            (true, Self::OtherWay) => &mut counters.plans_load_other_way,
-            (false, Self::OtherWay) => &mut counters.plans_compute_other_way,
-            (false, Self::Measure) => &mut counters.plans_compute_measure,
-            (false, _) => &mut counters.plans_compute_faster,
+    /// Counts the decision whether to fetch this many tokens.
+    pub(in crate::engine) fn count(
+        self,
+        source: FetchSource,
+        fetches: bool,
+        tokens: u32,
+        of: &mut Counters,
+    ) {
+        use FetchSource::{Disk, Remote};
+        let counter = match (source, fetches, self) {
+            (Disk, true, Self::Faster | Self::Measure) => &mut of.plans_load_faster,
+            (Disk, true, Self::Unknown) => &mut of.plans_load_unknown,
+            (Disk, true, Self::OtherWay) => &mut of.plans_load_other_way,
+            (Disk, false, Self::OtherWay) => &mut of.plans_compute_other_way,
+            (Disk, false, Self::Measure) => &mut of.plans_compute_measure,
+            (Disk, false, _) => &mut of.plans_compute_faster,
+            (Remote, true, Self::Faster | Self::Measure) => &mut of.remote_plans_load_faster,
+            (Remote, true, Self::Unknown) => &mut of.remote_plans_load_unknown,
+            (Remote, true, Self::OtherWay) => &mut of.remote_plans_load_other_way,
+            (Remote, false, Self::OtherWay) => &mut of.remote_plans_compute_other_way,
+            (Remote, false, Self::Measure) => &mut of.remote_plans_compute_measure,
+            (Remote, false, _) => &mut of.remote_plans_compute_faster,
         };
         *counter += 1;
-        if !promotes {
-            let tokens_of = match self {
-                Self::OtherWay => &mut counters.tokens_not_loaded_other_way,
-                _ => &mut counters.tokens_not_loaded_disk,
+        if !fetches {
+            let tokens_of = match (source, self) {
+                (Disk, Self::OtherWay) => &mut of.tokens_not_loaded_other_way,
+                (Disk, _) => &mut of.tokens_not_loaded_disk,
+                (Remote, _) => &mut of.tokens_not_loaded_remote,
             };
             *tokens_of += u64::from(tokens);
         }
     }
 }
 
-impl Reason {
-    /// Counts a decision about a flight of this many tokens from the remote store.
-    pub(in crate::engine) fn count_remote(
-        self,
-        fetches: bool,
-        tokens: u32,
-        counters: &mut Counters,
-    ) {
-        let counter = match (fetches, self) {
-            (true, Self::Faster | Self::Measure) => &mut counters.remote_plans_load_faster,
-            (true, Self::Unknown) => &mut counters.remote_plans_load_unknown,
-            (true, Self::OtherWay) => &mut counters.remote_plans_load_other_way,
-            (false, Self::OtherWay) => &mut counters.remote_plans_compute_other_way,
-            (false, Self::Measure) => &mut counters.remote_plans_compute_measure,
-            (false, _) => &mut counters.remote_plans_compute_faster,
-        };
-        *counter += 1;
-        if !fetches {
-            counters.tokens_not_loaded_remote += u64::from(tokens);
-        }
-    }
-}
-
 impl Stop {
     /// Counts the end of a wait, and the tokens that have not come.
-    pub(in crate::engine) fn count(self, tokens: u32, counters: &mut Counters) {
-        let (plans, tokens_of) = match self {
-            Self::Rest => (
-                &mut counters.plans_stopped_rest,
-                &mut counters.tokens_not_loaded_rest,
+    pub(in crate::engine) fn count(self, source: FetchSource, tokens: u32, of: &mut Counters) {
+        let (plans, tokens_of) = match (source, self) {
+            (FetchSource::Disk, Self::Rest) => {
+                (&mut of.plans_stopped_rest, &mut of.tokens_not_loaded_rest)
+            }
+            (FetchSource::Disk, Self::Guarantee) => (
+                &mut of.plans_stopped_guarantee,
+                &mut of.tokens_not_loaded_guarantee,
             ),
-            Self::Guarantee => (
-                &mut counters.plans_stopped_guarantee,
-                &mut counters.tokens_not_loaded_guarantee,
+            (FetchSource::Remote, Self::Rest) => (
+                &mut of.remote_plans_stopped_rest,
+                &mut of.tokens_not_loaded_remote,
+            ),
+            (FetchSource::Remote, Self::Guarantee) => (
+                &mut of.remote_plans_stopped_guarantee,
+                &mut of.tokens_not_loaded_remote,
             ),
         };
         *plans += 1;
         *tokens_of += u64::from(tokens);
-    }
-
-    /// Counts the end of a wait for the remote store, and the tokens that have not come.
-    pub(in crate::engine) fn count_remote(self, tokens: u32, counters: &mut Counters) {
-        let plans = match self {
-            Self::Rest => &mut counters.remote_plans_stopped_rest,
-            Self::Guarantee => &mut counters.remote_plans_stopped_guarantee,
-        };
-        *plans += 1;
-        counters.tokens_not_loaded_remote += u64::from(tokens);
     }
 }

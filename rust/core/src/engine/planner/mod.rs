@@ -21,6 +21,7 @@ use super::ids::SessionId;
 use model::Model;
 use plan::{Wait, Way};
 
+pub(super) use counts::FetchSource;
 pub(super) use model::Prompt;
 pub(super) use plan::{Reason, Stop};
 pub(super) use rates::{Rates, ReadShare};

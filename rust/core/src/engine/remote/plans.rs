@@ -4,9 +4,10 @@ use crate::forest::NodeId;
 use crate::session::{LookupRequest, Priority, Tokens};
 
 use super::super::coordinator::Engine;
+use super::super::fetch::Pace;
 use super::super::ids::{FlightId, RequestId};
 use super::super::parts::EngineParts;
-use super::super::planner::{Fetch, Prompt, Reading, Reason, Start, Stop};
+use super::super::planner::{Fetch, FetchSource, Reading, Reason, Start, Stop};
 use super::Remote;
 use super::flight::Flight;
 use super::search::FETCHED;
@@ -68,17 +69,17 @@ impl Engine {
         let state = &mut self.sessions.requests[id];
         let blocks = u32::try_from(request.hashes.len()).unwrap_or(u32::MAX);
         state.planned.note(request.computed.0, request.max.0);
-        let (state, Some(remote)) = (&self.sessions.requests[id], &self.remote) else {
+        let Some(remote) = &self.remote else {
             return Fetches::None;
         };
-        if !self.is_planned(&self.shares[id]) {
+        if !self.is_planned(id) {
             return Fetches::All {
                 width: u32::MAX,
                 predicted_ns: None,
             };
         }
-        let size = self.hash_block_size_of(state);
-        let mut prompt = self.prompt(state);
+        let size = self.hash_block_size_of(id);
+        let mut prompt = self.prompt(id);
         prompt.end = prompt.end.min(blocks.saturating_mul(size));
         let segment = wanted.space.hash_blocks * size;
         let to = (wanted.to * size).min(prompt.end);
@@ -134,23 +135,16 @@ impl Engine {
                 reason,
             }
         };
-        let is_final = !is_prefetch || start.promotes || start.reason == Reason::Measure;
-        let share = &mut self.shares[id];
-        let plan = &mut share.plans.remote;
-        if is_final && !std::mem::replace(&mut plan.is_counted, true) {
-            let tokens = to.saturating_sub(from);
-            start
-                .reason
-                .count_remote(start.promotes, tokens, &mut self.counters);
-        }
+        let tokens = to.saturating_sub(from);
+        self.note_start(id, FetchSource::Remote, (&start, is_prefetch), tokens);
         if start.promotes {
-            plan.ignores_prediction = start.reason == Reason::OtherWay;
             let is_known = start.reason != Reason::Unknown;
             return Fetches::All {
                 width: if is_known { width } else { (most / 4).max(1) },
                 predicted_ns: is_known.then_some(reading.all_ns as u64),
             };
         }
+        let share = &mut self.shares[id];
         // A prefetch is decided again when the scheduler asks.
         share.waits.gave_up |= !is_prefetch;
         share.is_left |= reading.present >= LIKELY;
@@ -168,27 +162,19 @@ impl Engine {
         flight: &Flight,
         computed: Tokens,
     ) -> Option<(Stop, u32)> {
-        let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
-        let since_ns = share.waits.since_ns?;
         let remote = self.remote.as_deref()?;
-        if !self.is_planned(share) {
-            return None;
-        }
-        let prompt = Prompt {
-            computed: computed.0,
-            ..self.prompt(state)
-        };
-        let size = self.hash_block_size_of(state);
-        let (arrived, end) = flight.progress();
-        let (arrived, end) = (arrived * size, (end * size).min(prompt.end));
-        let together = flight.gets.max(1) * flight.space.hash_blocks * size;
-        let rates = &self.planner.rates.remote;
-        let predicts = !share.plans.remote.ignores_prediction && rates.is_known();
-        let rest_ns = predicts.then(|| self.rest_ns(remote, flight));
-        let waited_ns = self.now_ns - since_ns;
-        let ends = (arrived, end, together);
-        let stop = self.planner.stop(&prompt, ends, waited_ns, rest_ns)?;
-        Some((stop, end - arrived.clamp(prompt.computed.min(end), end)))
+        self.plan_stop(id, computed, |prompt| {
+            let size = self.hash_block_size_of(id);
+            let (arrived, end) = flight.progress();
+            let plan = &self.shares[id].plans.remote;
+            let predicts = !plan.ignores_prediction && self.planner.rates.remote.is_known();
+            Pace {
+                arrived: arrived * size,
+                end: (end * size).min(prompt.end),
+                together: flight.gets.max(1) * flight.space.hash_blocks * size,
+                rest_ns: predicts.then(|| self.rest_ns(remote, flight)),
+            }
+        })
     }
 
     /// Nanoseconds until all segments of a flight have arrived.

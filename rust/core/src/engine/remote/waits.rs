@@ -2,11 +2,12 @@
 
 use crate::forest::{NONE, NodeId, NsId};
 use crate::key::BlockHash;
-use crate::session::{LookupRequest, PromotionWait, Tokens};
+use crate::session::{LookupRequest, Tokens};
 
 use super::super::coordinator::Engine;
 use super::super::ids::{FlightId, RequestId};
 use super::super::parts::EngineParts;
+use super::super::planner::FetchSource;
 use super::super::residency::Residency;
 use super::Remote;
 use super::flight::{Flight, question};
@@ -128,7 +129,7 @@ impl Engine {
             false => None,
         };
         if let Some((stop, tokens)) = stop {
-            stop.count_remote(tokens, &mut self.counters);
+            stop.count(FetchSource::Remote, tokens, &mut self.counters);
         }
         let share = &mut self.shares[id];
         share.waits.gave_up |= gave_up;
@@ -174,26 +175,17 @@ impl Engine {
 
     /// Whether a request with a demanded lookup has waited for long enough, if it waits for this flight.
     fn is_late_for(&self, id: RequestId, flight: &Flight, computed: Tokens) -> bool {
-        let waits = &self.shares[id].waits;
-        let Some(since_ns) = waits.since_ns else {
+        let Some(since_ns) = self.shares[id].waits.since_ns else {
             return false;
         };
-        match waits.limit.unwrap_or(self.config.promotion_wait) {
-            PromotionWait::Complete => false,
-            PromotionWait::Planned => self.flight_stop(id, flight, computed).is_some(),
-            PromotionWait::Limit {
-                base_ns,
-                per_1k_tokens_ns,
-            } => {
-                let state = &self.sessions.requests[id];
-                // A segment may end behind the prompt.
-                let reach = flight.progress().1 * self.hash_block_size_of(state);
-                let reach = reach.min(state.planned.end);
-                let gain = reach.saturating_sub(computed.0);
-                let part = u128::from(per_1k_tokens_ns) * u128::from(gain) / 1000;
-                u128::from(self.now_ns - since_ns) >= u128::from(base_ns) + part
-            }
-        }
+        let gain = || {
+            // A segment may end behind the prompt.
+            let reach = flight.progress().1 * self.hash_block_size_of(id);
+            let reach = reach.min(self.sessions.requests[id].planned.end);
+            reach.saturating_sub(computed.0)
+        };
+        let stops = || self.flight_stop(id, flight, computed).is_some();
+        self.is_wait_over(id, since_ns, gain, stops)
     }
 
     /// Counts the tokens of a load that flights brought for its request.
