@@ -14,7 +14,7 @@ use crate::session::{Lookup, LookupRequest, PromotionWait, Tokens};
 use super::coordinator::Engine;
 use super::fetch::Share;
 use super::ids::{RequestId, SessionId};
-use super::lookup::LookupCursor;
+use super::lookup_cursor::LookupCursor;
 use super::pins::PinSpec;
 
 /// Prefetches that hints have under way at most.

@@ -45,6 +45,16 @@ impl Engine {
         self.residency.extents(&payloads)
     }
 
+    /// The tokens (exclusive, inclusive) between which a request's promotions brought payloads from disk.
+    pub fn from_disk(&self, session: SessionId, request: &str) -> Option<(Tokens, Tokens)> {
+        let ns = self.sessions.get(session)?.ns;
+        let id = self.sessions.request_id(session, request)?;
+        let (after, to) = self.shares[id].from_disk?;
+        let hash_block_size = self.residency.hash_block_size(ns);
+        let tokens = |depth: u32| Tokens(depth * hash_block_size);
+        Some((tokens(after), tokens(to)))
+    }
+
     fn try_begin_load(
         &mut self,
         session: SessionId,

@@ -11,93 +11,13 @@ use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens
 use super::coordinator::Engine;
 use super::fetch::{LastAnswer, Share};
 use super::ids::{RequestId, SessionId};
+use super::lookup_cursor::{Ending, FoundChain, LookupCursor, SearchSpan};
 use super::planner::FetchSource;
 use super::plans::Reads;
 use super::promotions::PromotionEnd;
-use super::residency::Residency;
 
 /// Promotions that one lookup may start before it is answered: payloads may be evicted or lost again and again.
 const PROMOTIONS_MAX: u32 = 3;
-
-/// A lookup's question in hash blocks.
-#[derive(Clone, Copy, Debug)]
-struct SearchSpan {
-    /// Computed tokens: the device has their hash blocks.
-    computed: u32,
-    /// Number of whole hash blocks among the computed tokens.
-    local: u32,
-    /// The session's hits end at multiples of this number.
-    align: u32,
-    /// Tokens of a hash block.
-    hash_block_size: u32,
-    /// A hit that gains fewer tokens is not worth a load.
-    least: u32,
-    /// Whether the planner decides which loads are worth their time.
-    is_planned: bool,
-}
-
-impl SearchSpan {
-    /// Where a hit begins, and the number of which its end is a multiple.
-    fn bounds(&self) -> (u32, u32) {
-        (self.local, self.align)
-    }
-
-    /// Whether a hit at `boundary` is worth a load.
-    fn is_worth(&self, boundary: u32) -> bool {
-        boundary > self.local && boundary * self.hash_block_size - self.computed >= self.least
-    }
-}
-
-/// The progress of a lookup that takes several entries.
-///
-/// With windows or states a hit may end far above the deepest node of the prompt, and each node on the way has to be
-/// looked at.
-#[derive(Debug, Default)]
-pub struct LookupCursor {
-    /// The first entry has been made.
-    has_begun: bool,
-    may_promote: bool,
-    /// The deepest node where a hit may end as far as the search has come, and its epoch.
-    at: Option<(NodeId, u32)>,
-    /// A hit may end at that node only by a read from disk, which this lookup does not start. The search continues
-    /// for a hit that is in the arena.
-    host_only: bool,
-    /// Why this lookup starts no read.
-    unread: Reason,
-    /// The request waits for the remote store: the answer is pending even if the search finds a hit.
-    awaits_remote: bool,
-}
-
-impl LookupCursor {
-    fn set(&mut self, node: NodeId, residency: &Residency) {
-        self.at = Some((node, residency.node(node).epoch));
-    }
-
-    /// The node at which the search continues, at or above the depth `limit` on the chain of `deepest`. The search
-    /// begins anew if the chain has changed.
-    fn top(
-        &mut self,
-        ns: NsId,
-        hashes: &dyn HashSource,
-        (deepest, limit): (NodeId, u32),
-        residency: &Residency,
-    ) -> NodeId {
-        let is_there = |&(id, epoch): &(NodeId, u32)| {
-            let node = residency.node(id);
-            residency.forest().is_live(id, epoch)
-                && node.is_visible()
-                && node.ns == ns
-                && node.depth <= limit
-                && hashes.get(node.depth as usize - 1) == Some(node.hash)
-                && !residency.has_left_index(id)
-        };
-        if let Some((id, _)) = self.at.filter(is_there) {
-            return id;
-        }
-        (self.at, self.host_only) = (None, false);
-        residency.forest().ancestor(deepest, limit)
-    }
-}
 
 impl Engine {
     /// Looks a prompt up, see [`Session::lookup`](crate::session::Session::lookup), for a caller that has the engine to
@@ -123,15 +43,33 @@ impl Engine {
         };
         let of_session = self.sessions.get(session);
         let of_session = of_session.expect("a request belongs to a session");
-        let ns = of_session.ns;
+        let (ns, leases) = (of_session.ns, of_session.leases_prefetches);
         if of_session.is_barred {
             return Some(Lookup::NOTHING);
         }
-        if self.shares[id].answer == LastAnswer::Failed {
+        let was_touched = self.sessions.requests[id].touched;
+        let answer = if self.shares[id].answer == LastAnswer::Failed {
             self.sessions.requests[id].answered.reason = Reason::LoadFailed;
-            self.note_answer(id, ns, request, Lookup::NOTHING);
-            return Some(Lookup::NOTHING);
+            Lookup::NOTHING
+        } else {
+            self.begin_and_search(id, ns, request, cursor)?
+        };
+        if self.sessions.requests[id].touched && !was_touched {
+            self.note_pins_used(ns, request.hashes, answer.shared());
         }
+        self.end_step(id, ns, request, (answer, leases));
+        Some(answer)
+    }
+
+    /// Begins the waits of a lookup in its first entry, and continues its search. `None`: there are more nodes to look at.
+    fn begin_and_search(
+        &mut self,
+        id: RequestId,
+        ns: NsId,
+        request: &LookupRequest<'_>,
+        cursor: &mut LookupCursor,
+    ) -> Option<Lookup> {
+        let mut found = None;
         if !std::mem::replace(&mut cursor.has_begun, true) {
             let begun = match request.priority {
                 Priority::Demand => self.begin_demanded(id, ns, request),
@@ -142,27 +80,34 @@ impl Engine {
             };
             cursor.unread = self.unless_draining(unread);
             cursor.may_promote = cursor.unread == Reason::Complete;
-            cursor.awaits_remote = self.awaits_remote(id, ns, request);
+            if self.remote.is_some() {
+                let chain = self.find_chain(ns, request.hashes);
+                cursor.awaits_remote = self.awaits_remote(id, ns, request, chain.end());
+                // A flight that ends may take nodes with it.
+                found = Some(chain).filter(|chain| chain.is_there(&self.residency));
+            }
         }
-        let was_touched = self.sessions.requests[id].touched;
-        let found = self.look_up_now(id, ns, request, cursor)?;
-        let answer = if cursor.awaits_remote {
-            self.pending(id)
-        } else {
-            found
-        };
-        if self.sessions.requests[id].touched && !was_touched {
-            self.note_pins_used(ns, request.hashes, answer.shared());
-        }
-        let session = self.sessions.get(session);
-        let leases = session.is_some_and(|session| session.leases_prefetches);
+        let chain = found.unwrap_or_else(|| self.find_chain(ns, request.hashes));
+        let answer = self.search(id, ns, request, (chain, cursor))?;
+        Some(match cursor.awaits_remote {
+            true => self.pending(id),
+            false => answer,
+        })
+    }
+
+    /// Notes the answer of a step.
+    fn end_step(
+        &mut self,
+        id: RequestId,
+        ns: NsId,
+        request: &LookupRequest<'_>,
+        (answer, leases): (Lookup, bool),
+    ) {
         let share = &mut self.shares[id];
         match request.priority {
             Priority::Prefetch => {
-                if let (LastAnswer::Hit { is_reserved, .. }, Lookup::Hit(_)) =
-                    (&mut share.answer, answer)
-                {
-                    *is_reserved = leases;
+                if let LastAnswer::Hit { is_reserved, .. } = &mut share.answer {
+                    *is_reserved = leases && matches!(answer, Lookup::Hit(_));
                 }
             }
             Priority::Demand if !answer.is_pending() => {
@@ -177,10 +122,10 @@ impl Engine {
         if is_final && !answer.is_pending() {
             self.leave_flight(id);
         }
-        if is_final && !answer.is_pending() && !request.request.starts_with('\0') {
+        let has_failed = self.shares[id].answer == LastAnswer::Failed;
+        if (is_final || has_failed) && !answer.is_pending() && !request.request.starts_with('\0') {
             self.note_answer(id, ns, request, answer);
         }
-        Some(answer)
     }
 
     /// Begins a prefetch. Returns why it may not start a promotion, [`Reason::Complete`] if it may, and `None` if one
@@ -270,16 +215,6 @@ impl Engine {
         }
     }
 
-    /// The tokens (exclusive, inclusive) between which a request's promotions brought payloads from disk.
-    pub fn from_disk(&self, session: SessionId, request: &str) -> Option<(Tokens, Tokens)> {
-        let ns = self.sessions.get(session)?.ns;
-        let id = self.sessions.request_id(session, request)?;
-        let (after, to) = self.shares[id].from_disk?;
-        let hash_block_size = self.residency.hash_block_size(ns);
-        let tokens = |depth: u32| Tokens(depth * hash_block_size);
-        Some((tokens(after), tokens(to)))
-    }
-
     fn request_of(&mut self, session: SessionId, request: &LookupRequest<'_>) -> Option<RequestId> {
         // A prefetch is usually the first lookup of its request, a demanded lookup is not: one search suffices.
         let known = match request.priority {
@@ -308,122 +243,184 @@ impl Engine {
         Some(id)
     }
 
-    /// Looks the request up in the present index. Starts a promotion only if the cursor permits that. `None`: there are
-    /// more nodes to look at.
-    fn look_up_now(
-        &mut self,
-        id: RequestId,
-        ns: NsId,
-        request: &LookupRequest<'_>,
-        cursor: &mut LookupCursor,
-    ) -> Option<Lookup> {
-        let hash_block_size = self.residency.hash_block_size(ns);
-        let span = SearchSpan {
-            computed: request.computed.0,
-            local: request.computed.0 / hash_block_size,
-            align: self.sessions.alignment_of(id) / hash_block_size,
-            hash_block_size,
-            least: match needs_hit(request) {
-                true => self.config.min_load_tokens.unwrap_or(1).max(1),
-                false => self.least(id),
-            },
-            is_planned: self.config.min_load_tokens.is_none() && !needs_hit(request),
-        };
-        let end = request
-            .max
-            .0
-            .min(tokens_of(request.hashes.len(), hash_block_size));
-        let state = &mut self.sessions.requests[id];
-        // During a wait for the remote store, the prompt's end is its end at the begin of the wait.
-        let end = match cursor.awaits_remote {
-            true => state.planned.end,
-            false => end,
-        };
-        state.planned.note(request.computed.0, end);
-        let residency = &self.residency;
+    /// The nodes of a prompt that lookups may use.
+    fn find_chain(&self, ns: NsId, hashes: &dyn HashSource) -> FoundChain {
         // The shallowest node that is in the index and not visible.
         let unseen = Cell::new(u32::MAX);
-        let found = residency.deepest(ns, request.hashes, |node| {
+        let found = self.residency.deepest(ns, hashes, |node| {
             if !node.is_visible() {
                 unseen.set(unseen.get().min(node.depth));
             }
             node.is_visible()
         });
         let (deepest, depth) = found.unwrap_or((NONE, 0));
-        state.answered.is_incomplete = unseen.get() == depth + 1;
-        state.shared = Tokens(depth * hash_block_size);
+        FoundChain {
+            deepest,
+            epoch: match found {
+                Some((node, _)) => self.residency.node(node).epoch,
+                None => 0,
+            },
+            depth,
+            is_incomplete: unseen.get() == depth + 1,
+        }
+    }
+
+    /// Searches the present index for the end of a hit. Starts a promotion only if the cursor permits that. `None`: there
+    /// are more nodes to look at.
+    fn search(
+        &mut self,
+        id: RequestId,
+        ns: NsId,
+        request: &LookupRequest<'_>,
+        (chain, cursor): (FoundChain, &mut LookupCursor),
+    ) -> Option<Lookup> {
+        let hash_block_size = self.residency.hash_block_size(ns);
+        let span = self.span(id, request, hash_block_size);
+        self.note_chain(id, request, (chain, hash_block_size), cursor.awaits_remote);
         // A draft model cannot use the cached last tokens.
-        let dropped = state.dropped_tokens.div_ceil(hash_block_size);
-        let limit = depth
-            .saturating_sub(dropped)
+        let dropped = self.sessions.requests[id].dropped_tokens;
+        let limit = chain
+            .depth
+            .saturating_sub(dropped.div_ceil(hash_block_size))
             .min(request.max.0 / hash_block_size);
         if limit <= span.local {
             return Some(self.miss(id, Reason::Complete));
         }
-        let mut top = cursor.top(ns, request.hashes, (deepest, limit), &self.residency);
-        if !cursor.host_only {
-            let min = request.min.0;
-            let Some(anywhere) = self.next_end(top, &span, cursor) else {
-                self.cap_shared(id, span.computed, min);
-                let why = self.why_no_end(top, &span);
-                return Some(self.miss(id, why));
-            };
-            top = anywhere?;
-            let reach = self.residency.node(top).depth * hash_block_size;
-            if reach < min {
-                self.cap_shared(id, reach, min);
-                return Some(self.miss(id, Reason::Threshold));
-            }
-            let is_ready = self.residency.is_hit_in_host(top, span.local)
-                && self.verified_end(id, top, span.local) == Some(top);
-            if is_ready {
-                let is_worth =
-                    !span.is_planned || self.is_copy_worth(id, self.residency.node(top).depth);
-                return Some(if is_worth {
-                    self.hit(id, top, span.local, Reason::Complete)
-                } else {
-                    self.miss(id, Reason::Planned)
-                });
-            }
-            if cursor.may_promote {
-                let least = min.div_ceil(hash_block_size);
-                match self.try_promotion(id, top, &span, (request.priority, least)) {
-                    None => return Some(self.pending(id)),
-                    Some(unread) => cursor.unread = unread,
+        let from = (chain.deepest, limit);
+        let mut top = cursor.top(ns, request.hashes, from, &self.residency);
+        loop {
+            match self.search_end(id, top, &span, cursor) {
+                Ending::Further => return None,
+                Ending::None { reason, reach } => {
+                    self.cap_shared(id, reach, span.min);
+                    return Some(self.miss(id, reason));
+                }
+                Ending::InHost(end, reason) => {
+                    return Some(self.answer_with(id, end, &span, reason));
+                }
+                Ending::OnDisk(end) => {
+                    if cursor.may_promote {
+                        match self.try_promotion(id, end, &span, request.priority) {
+                            None => return Some(self.pending(id)),
+                            Some(unread) => cursor.unread = unread,
+                        }
+                    }
+                    cursor.host_only = true;
+                    cursor.set(end, &self.residency);
+                    top = end;
                 }
             }
-            cursor.host_only = true;
-            cursor.set(top, &self.residency);
         }
-        let unread = cursor.unread;
-        let Some(in_host) = self.next_end(top, &span, cursor) else {
-            return Some(self.miss(id, unread));
-        };
-        let in_host = in_host?;
-        if span.is_planned && !self.is_copy_worth(id, self.residency.node(in_host).depth) {
-            return Some(self.miss(id, Reason::Planned));
-        }
-        Some(match self.verified_end(id, in_host, span.local) {
-            Some(end) if span.is_worth(self.residency.node(end).depth) => {
-                self.hit(id, end, span.local, unread)
-            }
-            _ => self.miss(id, unread),
-        })
     }
 
-    /// Starts to promote the payloads of a hit at `top`, of at least `least` hash blocks. If no promotion starts,
-    /// returns the reason.
+    fn span(&self, id: RequestId, request: &LookupRequest<'_>, hash_block_size: u32) -> SearchSpan {
+        SearchSpan {
+            computed: request.computed.0,
+            local: request.computed.0 / hash_block_size,
+            align: self.sessions.alignment_of(id) / hash_block_size,
+            hash_block_size,
+            min: request.min.0,
+            least: match needs_hit(request) {
+                true => self.config.min_load_tokens.unwrap_or(1).max(1),
+                false => self.least(id),
+            },
+            is_planned: self.config.min_load_tokens.is_none() && !needs_hit(request),
+        }
+    }
+
+    /// Notes what a lookup asks for, and which tokens of it the tiers have.
+    fn note_chain(
+        &mut self,
+        id: RequestId,
+        request: &LookupRequest<'_>,
+        (chain, hash_block_size): (FoundChain, u32),
+        awaits_remote: bool,
+    ) {
+        let end = tokens_of(request.hashes.len(), hash_block_size).min(request.max.0);
+        let state = &mut self.sessions.requests[id];
+        // During a wait for the remote store, the prompt's end is its end at the begin of the wait.
+        let end = match awaits_remote {
+            true => state.planned.end,
+            false => end,
+        };
+        state.planned.note(request.computed.0, end);
+        state.answered.is_incomplete = chain.is_incomplete;
+        state.shared = Tokens(chain.depth * hash_block_size);
+    }
+
+    /// Searches for the end of a hit at or above `top`: anywhere in the tiers, or in the arena if the cursor says so.
+    /// Changes only the cursor.
+    fn search_end(
+        &self,
+        id: RequestId,
+        top: NodeId,
+        span: &SearchSpan,
+        cursor: &mut LookupCursor,
+    ) -> Ending {
+        let end = match self.next_end(top, span, cursor) {
+            Some(Some(end)) => end,
+            Some(None) => return Ending::Further,
+            None if cursor.host_only => {
+                return Ending::None {
+                    reason: cursor.unread,
+                    reach: u32::MAX,
+                };
+            }
+            None => {
+                return Ending::None {
+                    reason: self.why_no_end(top, span),
+                    reach: span.computed,
+                };
+            }
+        };
+        if cursor.host_only {
+            return Ending::InHost(end, cursor.unread);
+        }
+        let reach = self.residency.node(end).depth * span.hash_block_size;
+        if reach < span.min {
+            let reason = Reason::Threshold;
+            return Ending::None { reason, reach };
+        }
+        let is_ready = self.residency.is_hit_in_host(end, span.local)
+            && self.verified_end(id, end, span.local) == Some(end);
+        match is_ready {
+            true => Ending::InHost(end, Reason::Complete),
+            false => Ending::OnDisk(end),
+        }
+    }
+
+    /// Answers with the payloads in the arena, up to `end`.
+    fn answer_with(
+        &mut self,
+        id: RequestId,
+        end: NodeId,
+        span: &SearchSpan,
+        reason: Reason,
+    ) -> Lookup {
+        if span.is_planned && !self.is_copy_worth(id, self.residency.node(end).depth) {
+            return self.miss(id, Reason::Planned);
+        }
+        match self.verified_end(id, end, span.local) {
+            Some(end) if span.is_worth(self.residency.node(end).depth) => {
+                self.hit(id, end, span.local, reason)
+            }
+            _ => self.miss(id, reason),
+        }
+    }
+
+    /// Starts to promote the payloads of a hit at `top`. If no promotion starts, returns the reason.
     fn try_promotion(
         &mut self,
         id: RequestId,
         top: NodeId,
         span: &SearchSpan,
-        (priority, least): (Priority, u32),
+        priority: Priority,
     ) -> Option<Reason> {
         if !self.plans_reads(id, top, span, priority) {
             return Some(Reason::Planned);
         }
         let is_tried = self.shares[id].waits.promotions >= PROMOTIONS_MAX;
+        let least = span.min.div_ceil(span.hash_block_size);
         match self.start_promotion(id, top, span.bounds(), least) {
             true => None,
             false if is_tried => Some(Reason::Repeated),

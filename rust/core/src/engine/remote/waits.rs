@@ -24,12 +24,13 @@ pub(super) const FLIGHTS_MAX: usize = 1024;
 
 impl Engine {
     /// Whether a request's answer has to wait for segments from the remote store. Begins to fetch the segments that the
-    /// tiers lack.
+    /// tiers lack. `found`: the deepest node of the prompt in the tiers, or `NONE`, and its depth.
     pub(in crate::engine) fn awaits_remote(
         &mut self,
         id: RequestId,
         ns: NsId,
         request: &LookupRequest<'_>,
+        found: (NodeId, u32),
     ) -> bool {
         // A tail has a chain of its own, which is looked up beside the chain of its prompt.
         let is_tail = || request.request.find('\0').is_some_and(|at| at > 0);
@@ -54,7 +55,7 @@ impl Engine {
         let Some((remote, parts)) = self.remote() else {
             return false;
         };
-        let Some((wanted, under_way)) = remote.wanted(ns, (request, ends), &parts) else {
+        let Some((wanted, under_way)) = remote.wanted(ns, (request, ends), found, &parts) else {
             return false;
         };
         let fetches = self.plans_flight(id, request, &wanted, under_way);
@@ -211,15 +212,13 @@ impl Remote {
         &mut self,
         ns: NsId,
         (request, ends): (&LookupRequest<'_>, HitEnds),
+        found: (NodeId, u32),
         parts: &EngineParts<'_>,
     ) -> Option<(Wanted, Option<FlightId>)> {
         if !self.breaker.allows(parts.now_ns) {
             return None;
         }
         let space = self.spaces.get(ns, parts.namespaces, parts.residency)?;
-        let residency = &*parts.residency;
-        let found = residency.deepest(ns, request.hashes, |node| node.is_visible());
-        let found = found.unwrap_or((NONE, 0));
         let of_request = (request, ends);
         let (wanted, end) = match space.is_hybrid {
             true => self.wanted_boundary((ns, space), of_request, found, parts)?,
