@@ -276,6 +276,12 @@ class UndercroftConfig:
         "Layout of the device's KV cache: vLLM's own choice, or all layers of a block side by side where possible.",
         choice("auto", "cross_layer"), str,
     )]
+    gather_below: Annotated[int, Option(
+        "size", "32KiB", "bytes as a number, or with a unit (KiB, MiB, KB, MB); 0 gathers nothing",
+        "On CUDA, smaller pages of the device's KV cache are gathered on the device before they are copied. "
+        "`undercroft bench copy --device cuda` measures both ways.",
+        parse_size, str,
+    )]
     namespace_salt: Annotated[str, Option(
         "text", "", "any text",
         "Any text. Caches with different salts are separate, for instance after weights were changed in place.",

@@ -7,6 +7,8 @@
 
 using namespace fake;
 
+EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
+
 static_assert(sizeof(CUmemcpyAttributes) == 24 && offsetof(CUmemcpyAttributes, flags) == 20, "CUDA 12.8's structure");
 
 namespace {
@@ -24,7 +26,9 @@ CUresult batch(CUdeviceptr* destinations, CUdeviceptr* sources, size_t* sizes, s
   for (size_t i = 0; i < copies; i++) {
     auto* to = reinterpret_cast<void*>(destinations[i]);
     auto* from = reinterpret_cast<void*>(sources[i]);
-    if (auto error = copy(to, from, sizes[i], handle)) {
+    // The device may read a source at once. It does so here, to find a source that is not ready yet.
+    const bool early = attributes->srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_ANY;
+    if (auto error = copy(to, from, sizes[i], handle, early)) {
       *failed = i;
       return static_cast<CUresult>(error);
     }
@@ -41,6 +45,10 @@ EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
   fake::capture_mode = static_cast<cudaStreamCaptureMode>(*mode);
   *mode = before;
   return CUDA_SUCCESS;
+}
+EXPORT CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int priority) {
+  if (!has_context(current_device())) return CUDA_ERROR_INVALID_CONTEXT;
+  return static_cast<CUresult>(cudaStreamCreateWithPriority(reinterpret_cast<cudaStream_t*>(stream), flags, priority));
 }
 EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { *value = 1; return CUDA_SUCCESS; }
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {

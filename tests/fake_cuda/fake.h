@@ -111,7 +111,7 @@ cudaError_t free_host(void* pointer);
 cudaError_t register_host(void* pointer, size_t size);
 cudaError_t unregister_host(void* pointer);
 cudaMemoryType type_of(const void* pointer);
-/// Queues a copy under the driver's rules.
-cudaError_t copy(void* destination, const void* source, size_t size, void* stream);
+/// Queues a copy under the driver's rules. `early`: reads the source now, not in the stream's order.
+cudaError_t copy(void* destination, const void* source, size_t size, void* stream, bool early = false);
 
 }  // namespace fake

@@ -15,7 +15,7 @@ import torch
 from fake_cuda import Fake
 from undercroft.device.lane import STAGING_BYTES
 from undercroft.device.pinning import chunk_bytes
-from worker_rank import MODELS, SMALL_PAGES, Rank
+from worker_rank import MODELS, SMALL_PAGES, Model, Rank
 
 
 @pytest.fixture
@@ -27,17 +27,23 @@ def moves_nothing(fake: Fake) -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+def chunks_of(model: Model, blocks: int, gathered: bool) -> int:
+    """Gathered pages fill one half of the staging buffer after the other."""
+    return -(-blocks // (STAGING_BYTES // (1 + gathered) // (model.page * model.layers)))
+
+
 @pytest.mark.usefixtures("moves_nothing")
 @pytest.mark.parametrize("direction", ["load", "save"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_prompt_of_128k_tokens_costs_one_kernel_and_one_batch_for_each_chunk(
+def test_a_prompt_of_128k_tokens_costs_one_batch_for_each_chunk_and_one_kernel_if_pages_are_small(
     fake: Fake, device: torch.device, name: str, direction: str
 ) -> None:
     model = MODELS[name]
     blocks = (128 << 10) // model.tokens
+    gathered = name in SMALL_PAGES
+    chunks = chunks_of(model, blocks, gathered)
     rank = Rank(model, device, blocks)
     rank.warm_up()
-    chunks = -(-blocks // (STAGING_BYTES // (model.page * model.layers)))
     jobs = rank.jobs(1, blocks)
     before = fake.counts()
     here = fake.during(lambda: rank.step(**{f"{direction}s": jobs}), here=True)
@@ -45,19 +51,21 @@ def test_a_prompt_of_128k_tokens_costs_one_kernel_and_one_batch_for_each_chunk(
     assert not rank.failed
     assert here == {"events_recorded": 1}, "the model runner's thread asks the driver for nothing else"
     spent = {key: now - before[key] for key, now in fake.counts().items() if now != before[key]}
-    gathered = name in SMALL_PAGES
-    assert spent.pop("descriptors") <= blocks + chunks * len(range(0, rank.arena.size, chunk_bytes(rank.arena.size)))
+    pieces = blocks if gathered or model.layout == "BLHNC" else blocks * model.layers
+    assert spent.pop("descriptors") <= pieces + chunks * len(range(0, rank.arena.size, chunk_bytes(rank.arena.size)))
     expected = {"events_recorded": 2, "batches": chunks}
     if gathered:
-        # One upload of row numbers, one kernel for each chunk.
-        expected |= {"launches": chunks, "single_copies": 1}
+        # One upload of row numbers, one kernel for each chunk, and events between the two streams: two for each chunk,
+        # and one at the end of a load, whose kernels come last.
+        events = 2 + 2 * chunks + (direction == "load")
+        expected |= {"launches": chunks, "single_copies": 1, "events_recorded": events}
     assert spent == expected
     rank.worker.shutdown()
 
 
 @pytest.mark.usefixtures("moves_nothing")
 def test_pages_are_moved_sixteen_bytes_at_a_time(fake: Fake, device: torch.device) -> None:
-    rank = Rank(SMALL_PAGES["8B"], device, 64)
+    rank = Rank(SMALL_PAGES["1B"], device, 64)
     rank.warm_up()
     fake.kernels()
     rank.step(saves=rank.jobs(1, 32))
@@ -83,17 +91,20 @@ def test_a_step_of_many_requests_is_one_job(fake: Fake, device: torch.device, na
     rank.finish()
     assert here == {"events_recorded": 1}
     spent = {key: now - before[key] for key, now in fake.counts().items()}
-    chunks = -(-16 // (STAGING_BYTES // (rank.model.page * rank.model.layers)))
+    gathered = name in SMALL_PAGES
+    chunks = chunks_of(rank.model, 16, gathered)
     assert spent["batches"] == chunks
-    assert spent["launches"] == chunks * (name in SMALL_PAGES)
-    assert spent["single_copies"] == int(name in SMALL_PAGES)
-    assert spent["events_recorded"] == 1 + chunks
+    assert spent["launches"] == chunks * gathered
+    assert spent["single_copies"] == int(gathered)
+    # One for the step, one at the end of each chunk, and those between the two streams.
+    between = (2 + (direction == "load")) * chunks * gathered
+    assert spent["events_recorded"] == 1 + chunks + between
     rank.worker.shutdown()
 
 
 @pytest.mark.usefixtures("moves_nothing")
 def test_one_request_that_cannot_be_copied_fails_alone(device: torch.device) -> None:
-    rank = Rank(SMALL_PAGES["8B"], device, 64)
+    rank = Rank(SMALL_PAGES["1B"], device, 64)
     rank.warm_up()
     jobs = rank.jobs(3, 2)
     jobs[1].groups[0].offsets[1] = rank.arena.size
@@ -106,7 +117,7 @@ def test_one_request_that_cannot_be_copied_fails_alone(device: torch.device) -> 
 
 @pytest.mark.usefixtures("moves_nothing")
 def test_a_small_load_does_not_wait_for_the_large_one_behind_it(fake: Fake, device: torch.device) -> None:
-    rank = Rank(SMALL_PAGES["8B"], device, 300)
+    rank = Rank(SMALL_PAGES["1B"], device, 300)
     rank.warm_up()
     (small,), (large,) = rank.jobs(1, 1), rank.jobs(1, 200)
     fake.copies_at(1e9)
@@ -122,7 +133,7 @@ def test_a_small_load_does_not_wait_for_the_large_one_behind_it(fake: Fake, devi
 
 @pytest.mark.usefixtures("moves_nothing")
 def test_copiers_come_and_go_and_nothing_new_is_allocated(fake: Fake, device: torch.device) -> None:
-    rank = Rank(SMALL_PAGES["8B"], device, 64)
+    rank = Rank(SMALL_PAGES["1B"], device, 64)
     rank.warm_up()
     before = fake.counts()
     for _ in range(12):
@@ -146,7 +157,7 @@ def test_copiers_come_and_go_and_nothing_new_is_allocated(fake: Fake, device: to
 @pytest.mark.usefixtures("moves_nothing")
 def test_every_registration_is_undone(fake: Fake, device: torch.device) -> None:
     before = fake.registered_ranges()
-    rank = Rank(SMALL_PAGES["8B"], device, 300)
+    rank = Rank(SMALL_PAGES["1B"], device, 300)
     rank.warm_up()
     assert fake.registered_ranges() > before + 1
     rank.worker.shutdown()
@@ -156,7 +167,7 @@ def test_every_registration_is_undone(fake: Fake, device: torch.device) -> None:
 @pytest.mark.usefixtures("moves_nothing")
 def test_a_lost_server_does_not_hold_up_the_model_for_unpinning(fake: Fake, device: torch.device) -> None:
     before = fake.registered_ranges()
-    rank = Rank(SMALL_PAGES["8B"], device, 300)
+    rank = Rank(SMALL_PAGES["1B"], device, 300)
     rank.warm_up()
     rank.arena.is_served = False
     # The driver takes its time to unpin, as it does for 64 GiB.
@@ -178,7 +189,7 @@ from worker_rank import SMALL_PAGES, Rank
 torch.cuda.set_device(1)
 fake = Fake()
 fake.copies_at(-1)
-rank = Rank(SMALL_PAGES["8B"], torch.device("cuda", 1), 300)
+rank = Rank(SMALL_PAGES["1B"], torch.device("cuda", 1), 300)
 rank.step(rank.jobs(1, 20), rank.jobs(1, 20))
 rank.warm_up()
 rank.step(rank.jobs(4, 20), rank.jobs(4, 20))

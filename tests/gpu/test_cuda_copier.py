@@ -38,10 +38,12 @@ ROW_NUMBERS = 64
 class SlowStreams(CudaStreams):
     """Every copy starts late."""
 
-    def copy(self, stream: Any, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+    def copy(
+        self, stream: Any, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, **order: bool
+    ) -> None:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(SPIN)
-        super().copy(stream, destinations, sources, sizes)
+        super().copy(stream, destinations, sources, sizes, **order)
 
 
 class Untimed(SlowStreams):
@@ -105,7 +107,7 @@ def work(
     streams: CudaStreams, device: torch.device, seed: int, layout: str, pinner: Any, arena: Arena, **more: Any
 ) -> None:
     cache: SyntheticCache = synthetic_cache(PAGE, 17, LAYERS, layout, device)
-    lanes = Lanes.make(streams, 2 * PAGE * LAYERS, ROW_NUMBERS)
+    lanes = Lanes.make(streams, 5 * PAGE * LAYERS, ROW_NUMBERS)
     copier = CudaCopier(cache.layout, arena, 0, lanes, pinner, **more)
 
     def enqueue(what: Callable[[], None]) -> None:
@@ -194,10 +196,10 @@ def test_row_numbers_stay_until_their_kernels_have_read_them(
     cache = synthetic_cache(PAGE, 17, LAYERS, "LBHNC", device)
     cache.pages[0].copy_(torch.randint(-128, 128, (17, PAGE), dtype=torch.int8))
     torch.cuda.synchronize()
-    lanes = Lanes.make(CudaStreams(device), 2 * PAGE * LAYERS, ROW_NUMBERS)
+    lanes = Lanes.make(CudaStreams(device), 5 * PAGE * LAYERS, ROW_NUMBERS)
     copier = CudaCopier(cache.layout, arena, 0, lanes, pinned(arena), strategy="gather")
     blocks = {ticket: np.random.default_rng(ticket).permutation(np.arange(1, 17)) for ticket in (1, 2, 3)}
-    with torch.cuda.stream(lanes.save.handle):
+    with torch.cuda.stream(lanes.save.kernels):
         torch.cuda._sleep(1_000_000_000)  # longer than it takes to queue all jobs, however busy the machine is
     for ticket, ids in blocks.items():
         copier.submit(True, [Job(ticket, [GroupCopy(0, ids, (np.arange(16) + 16 * ticket) * SLOT)])])
@@ -308,10 +310,11 @@ def test_a_device_without_free_memory_is_asked_for_buffers_once(
     copier.close()
 
 
-def test_copies_have_no_higher_priority_than_the_model(device: torch.device) -> None:
+def test_copies_have_the_priority_of_the_model_and_their_kernels_a_higher_one(device: torch.device) -> None:
     least, _ = torch.cuda.Stream.priority_range()
     lanes = Lanes.make(CudaStreams(device))
     assert {lane.handle.priority for lane in lanes} == {least}
+    assert {lane.kernels.priority for lane in lanes} == {least - 1}, "the bus stands still until a kernel has run"
     assert torch.cuda.current_stream(device).priority == least, "no priority is lower than the model's"
 
 

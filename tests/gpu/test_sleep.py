@@ -49,7 +49,7 @@ def sleeping_worker(fake: Fake, rank: Rank) -> Worker:
 @pytest.fixture
 def rank(fake: Fake, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     """A rank of an engine in the caller's own process, which does not wait for pending saves before it sleeps."""
-    rank = Rank(SMALL_PAGES["8B"]._replace(layers=4), device, 300)
+    rank = Rank(SMALL_PAGES["1B"]._replace(layers=4), device, 300)
     fake.copies_at(-1)
     rank.warm_up()
     connector = UndercroftConnector(vllm_config(), KVConnectorRole.WORKER, kv_cache_config())

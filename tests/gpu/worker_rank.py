@@ -38,11 +38,16 @@ class Model(NamedTuple):
 
 
 SMALL_PAGES = {
-    "8B": Model("LBNHC", 32, 64 << 10, 16),
     "70B on 8 ranks": Model("LBNHC", 80, 8 << 10, 16),
-    "MLA": Model("LBNHC", 61, 72 << 10, 64),
+    "1B": Model("LBNHC", 16, 16 << 10, 16),
 }
-MODELS = {**SMALL_PAGES, "blocks outermost": Model("BLHNC", 32, 64 << 10, 16)}
+"""Models whose pages are gathered."""
+MODELS = {
+    **SMALL_PAGES,
+    "8B": Model("LBNHC", 32, 64 << 10, 16),
+    "MLA": Model("LBNHC", 61, 72 << 10, 64),
+    "blocks outermost": Model("BLHNC", 32, 64 << 10, 16),
+}
 
 
 class Sparse:

@@ -29,12 +29,15 @@ class Queue:
 
 class ManualStreams:
     copy_name = "by hand"
+    model_is_slow = False
+    """Whether the model's work mostly runs last."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.model = Queue("model")
         self.queues = [self.model]
         self.now = 0
+        self.keep: list[Any] = []
         self.fault_rate = 0.0
         """How often queueing a batch of copies fails, half of it queued."""
 
@@ -44,7 +47,7 @@ class ManualStreams:
     def compute(self) -> Queue:
         return self.model
 
-    def create(self) -> Queue:
+    def create(self, *, urgent: bool = False) -> Queue:
         self.queues.append(Queue(f"copies {len(self.queues)}"))
         return self.queues[-1]
 
@@ -79,10 +82,17 @@ class ManualStreams:
 
         stream.work.append(inferring)
 
-    def copy(self, stream: Queue, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+    def copy(
+        self, stream: Queue, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, *, fixed: bool
+    ) -> None:
         fault = self.random.random() < self.fault_rate
         pieces = list(zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True))
         for destination, source, size in pieces[: len(pieces) // 2] if fault else pieces:
+            if fixed and self.random.random() < 0.5:
+                # The device may read fixed sources at once.
+                read = ctypes.create_string_buffer(ctypes.string_at(source, size), size)
+                self.keep.append(read)
+                source = ctypes.addressof(read)
             half = size // 2
             stream.work.append(lambda d=destination, s=source, n=half: ctypes.memmove(d, s, n))
             stream.work.append(lambda d=destination + half, s=source + half, n=size - half: ctypes.memmove(d, s, n))
@@ -105,6 +115,8 @@ class ManualStreams:
             stuck = [queue.name for queue in self.queues if queue.work]
             assert not stuck, f"{stuck} wait for events that never happen"
             return False
+        if self.model_is_slow and len(ready) > 1 and self.random.random() < 0.9:
+            ready = [queue for queue in ready if queue is not self.model]
         self.now += 1
         work: Any = self.random.choice(ready).work.popleft()
         work()

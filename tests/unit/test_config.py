@@ -140,6 +140,7 @@ BAD = {
     "io_engine": ["uring", None],
     "io_depth": [0, 1025, 3.0, "32", True],
     "kv_layout": ["LBHNC", None],
+    "gather_below": ["3 pages", -1, "10%"],
     "namespace_salt": [1, None],
     "weights": ["none", 1],
     "model_id": [1, None],

@@ -18,7 +18,7 @@ from manual_streams import AtOnceExecutor, Event, LaterExecutor, ManualStreams, 
 from undercroft._core import Arena
 from undercroft.device.api import Ended, Job
 from undercroft.device.cuda import STRATEGIES, CudaCopier, join, split
-from undercroft.device.lane import Lanes
+from undercroft.device.lane import Lane, Lanes
 from undercroft.device.layout import SUPPORTED_LAYOUTS, GroupCopy
 from undercroft.device.synthetic import SyntheticCache, synthetic_cache
 from undercroft.log import logger
@@ -42,11 +42,12 @@ def make(
     pinner: Pinned | None = None,
     thread: Callable[[str], Any] = lambda name: AtOnceExecutor(),
     row_numbers: int = 1000,
+    shards: int = 5,
     **settings: Any,
 ) -> tuple[CudaCopier, SyntheticCache, Arena]:
     cache = synthetic_cache(page, 7, LAYERS, layout)
     arena = Arena.create(ARENA)
-    lanes = Lanes.make(streams, 2 * page * LAYERS, row_numbers, thread)
+    lanes = Lanes.make(streams, shards * page * LAYERS, row_numbers, thread)
     return CudaCopier(cache.layout, arena, 0, lanes, pinner, **settings), cache, arena
 
 
@@ -146,21 +147,31 @@ class WithoutWaits(ManualStreams):
 
 
 class WithoutWaitsOf(ManualStreams):
-    """Waits are missing on one of the streams only: 1 is that of the saves, 2 of the loads, 3 of unpinned copies."""
+    """Waits are missing on one of the streams only. Each lane has a stream of copies and one of kernels: 1 and 2 are
+    those of the saves, 3 and 4 of the loads, 5 and 6 of unpinned copies."""
 
     missing = 1
+    model_is_slow = True
 
     def wait(self, stream: Queue, event: Event) -> None:
         if stream is not self.queues[self.missing]:
             super().wait(stream, event)
 
 
-class LoadsDoNotWait(WithoutWaitsOf):
+class SavesKernelsDoNotWait(WithoutWaitsOf):
     missing = 2
 
 
-class UnpinnedDoNotWait(WithoutWaitsOf):
+class LoadsDoNotWait(WithoutWaitsOf):
     missing = 3
+
+
+class LoadsKernelsDoNotWait(WithoutWaitsOf):
+    missing = 4
+
+
+class UnpinnedDoNotWait(WithoutWaitsOf):
+    missing = 5
 
 
 class EventsTooEarly(ManualStreams):
@@ -188,6 +199,71 @@ def test_a_missing_dependency_is_found(broken: type[ManualStreams], strategy: st
     with pytest.raises(AssertionError, match="wrong bytes"):
         for seed in SEEDS:
             work(broken(seed), seed, pinner=pinner, strategy=strategy)
+
+
+@pytest.mark.parametrize("broken", [SavesKernelsDoNotWait, LoadsKernelsDoNotWait])
+def test_a_kernel_that_does_not_wait_is_found(broken: type[ManualStreams]) -> None:
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        for seed in SEEDS:
+            work(broken(seed), seed, strategy="gather")
+
+
+@pytest.mark.parametrize("shards", [1, 5], ids=["one shard fills the buffer", "halves"])
+def test_a_half_that_is_written_too_early_is_found(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in SEEDS:
+        work(ManualStreams(seed), seed, strategy="gather", shards=shards)
+    monkeypatch.setattr(Lane, "_wait_for", lambda *_: None)
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        for seed in SEEDS:
+            work(ManualStreams(seed), seed, strategy="gather", shards=shards)
+
+
+class Preferring(ManualStreams):
+    """Runs the work of one stream as soon as it may, and notes the order of kernels and batches of copies."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(0)
+        self.first = first
+        self.order: list[str] = []
+
+    def run(self, stream: Queue, work: Callable[[], None]) -> None:
+        super().run(stream, lambda: (self.order.append("kernel"), work()))
+
+    def copy(self, stream: Queue, *arrays: np.ndarray, **order: bool) -> None:
+        stream.work.append(lambda: self.order.append("copies"))
+        super().copy(stream, *arrays, **order)
+
+    def step(self) -> bool:
+        first = self.queues[self.first]
+        while first.work and (not isinstance(first.work[0], Event) or first.work[0].at is not None):
+            work = first.work.popleft()
+            if not isinstance(work, Event):
+                self.now += 1
+                work()
+                return True
+        return super().step()
+
+
+@pytest.mark.parametrize(
+    ("to_arena", "preferred", "expected"),
+    [
+        # The numbers of the rows are uploaded first. The third kernel waits until its half has been copied.
+        (True, 2, ["kernel", "kernel", "kernel", "copies"]),
+        # The third copies wait until their half has been scattered, which needs the numbers of the rows.
+        (False, 3, ["copies", "copies", "kernel", "kernel"]),
+    ],
+    ids=["save", "load"],
+)
+def test_one_half_is_copied_while_a_kernel_works_on_the_other(
+    to_arena: bool, preferred: int, expected: list[str]
+) -> None:
+    streams = Preferring(preferred)
+    copier, *_ = make(streams, strategy="gather", page=1024, shards=4)
+    copier.submit(to_arena, [Job(1, [copy_of([1, 2, 3, 4, 5, 6], [4096 * slot for slot in range(6)])])])
+    streams.settle()
+    assert streams.order[:4] == expected
+    assert Counter(streams.order) == {"kernel": 4, "copies": 3}
+    assert [ended.ok for ended in copier.poll()] == [True]
 
 
 def copy_of(blocks: list[int], slots: list[int], group: int = 0) -> GroupCopy:
@@ -363,24 +439,41 @@ def test_lanes_whose_thread_cannot_select_the_device_are_not_made() -> None:
         Lanes.make(Unselectable(0))
 
 
-class NoLastEvent(ManualStreams):
-    """The second event of a job, the one behind its copies, cannot be recorded."""
+class MissingEvent(ManualStreams):
+    """One of a job's events cannot be recorded: 1 is that of the step, the last one that of the job's end."""
 
     count = 0
+    missing = 2
 
     def record(self, stream: Queue) -> Event:
         self.count += 1
-        if self.count == 2:
+        if self.count == self.missing:
             raise RuntimeError("out of memory")
         return super().record(stream)
 
 
-def test_a_job_whose_end_cannot_be_recorded_is_waited_for() -> None:
-    streams = NoLastEvent(0)
-    copier, *_ = make(streams)
-    copier.submit(True, [Job(1, [copy_of([1], [0])])])
+@pytest.mark.parametrize(
+    ("strategy", "to_arena", "missing"),
+    [
+        ("direct", True, 2),
+        ("direct", False, 2),
+        # Between kernel and copies, after the copies, at the end.
+        *(("gather", True, event) for event in (2, 3, 4)),
+        # The end of a load has two events.
+        *(("gather", False, event) for event in (2, 3, 4, 5)),
+    ],
+)
+def test_a_job_with_an_event_that_cannot_be_recorded_is_waited_for(strategy: str, to_arena: bool, missing: int) -> None:
+    streams = MissingEvent(0)
+    streams.missing = missing
+    copier, *_ = make(streams, strategy=strategy)
+    copier.submit(to_arena, [Job(1, [copy_of([1], [0])])])
+    ended = copier.poll()
+    while not ended:
+        assert streams.step(), "the job never ends"
+        ended = copier.poll()
     assert not streams.step(), "its copies may still be under way"
-    assert copier.poll() == [Ended(1, False, 0.0)]
+    assert [(one.ticket, one.ok) for one in ended] == [(1, False)]
 
 
 def test_each_kind_of_error_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +483,7 @@ def test_each_kind_of_error_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> N
     copier, *_ = make(streams)
     for ticket, error in enumerate(["copies: error 1 at 3", "copies: error 1 at 40", "copies: no memory"]):
 
-        def refuse(*_: Any, error: str = error) -> None:
+        def refuse(*_: Any, error: str = error, **order: bool) -> None:
             raise RuntimeError(error)
 
         monkeypatch.setattr(streams, "copy", refuse)
@@ -406,9 +499,11 @@ def test_many_pages_make_few_copies() -> None:
             super().__init__(0)
             self.batches: list[list[int]] = []
 
-        def copy(self, stream: Queue, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+        def copy(
+            self, stream: Queue, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, **order: bool
+        ) -> None:
             self.batches.append(sizes.tolist())
-            super().copy(stream, destinations, sources, sizes)
+            super().copy(stream, destinations, sources, sizes, **order)
 
     for layout, slots, expected in [
         ("LBHNC", [0, 8192], [[3072, 3072]]),

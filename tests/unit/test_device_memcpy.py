@@ -88,9 +88,9 @@ def copies() -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     return source, target, [offsets + target.ctypes.data, offsets + source.ctypes.data, sizes]
 
 
-def check(copy: BatchedCopy) -> None:
+def check(copy: BatchedCopy, *, fixed: bool = False) -> None:
     source, target, arrays = copies()
-    copy(*arrays, STREAM)
+    copy(*arrays, STREAM, fixed=fixed)
     for begin, size in [(3, 10), (100, 50), (200, 56)]:
         assert (target[begin : begin + size] == source[begin : begin + size]).all()
     assert np.count_nonzero(target) == 116
@@ -104,6 +104,8 @@ def test_a_new_driver_takes_a_batch_in_one_call() -> None:
     assert driver.calls == 1
     # Sources in stream order, no places hinted at, beside compute if possible; the entry holds from the first copy on.
     assert driver.attributes == [(1, 0, 0, 0, 0, 1, 0, 1)]
+    check(copy, fixed=True)
+    assert driver.attributes[1:] == [(3, 0, 0, 0, 0, 1, 0, 1)], "fixed sources may be read in any order"
 
 
 def test_an_old_driver_copies_one_by_one() -> None:
@@ -127,19 +129,24 @@ def test_thousands_of_copies_are_cut_into_calls_and_an_error_names_its_copy(vers
     driver = Driver(version)
     source, target = np.arange(10_000, dtype=np.uint8), np.zeros(10_000, dtype=np.uint8)
     each = np.arange(10_000)
-    driver_copy(driver)(each + target.ctypes.data, each + source.ctypes.data, np.ones_like(each), STREAM)
+    driver_copy(driver)(each + target.ctypes.data, each + source.ctypes.data, np.ones_like(each), STREAM, fixed=False)
     assert (target == source).all()
     if version:
         assert driver.calls == 3
         assert driver.counts == [4096, 4096, 1808]
         driver.fail_at = 2
         with pytest.raises(RuntimeError, match="10000 copies failed with error 7 at 8195"):
-            driver_copy(driver)(each + target.ctypes.data, each + source.ctypes.data, np.ones_like(each), STREAM)
+            driver_copy(driver)(
+                each + target.ctypes.data, each + source.ctypes.data, np.ones_like(each), STREAM, fixed=False
+            )
+
+
+ordered: list[bool] = []
 
 
 def swap_blocks_batch(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, any_order: bool) -> None:
     assert {tensor.dtype for tensor in (src, dst, sizes)} == {torch.int64}
-    assert any_order is False
+    ordered.append(any_order)
     assert sizes.numel() <= memcpy.MAX_COPIES
     for destination, source, size in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
         ctypes.memmove(destination, source, size)
@@ -158,10 +165,13 @@ def test_vllms_operator_copies_where_the_driver_cannot_be_loaded(monkeypatch: py
     monkeypatch.setattr(memcpy.driver, "LIBRARY", "libnone.so.1")
     copy = batched_copy()
     assert isinstance(copy, VllmCopy)
+    ordered.clear()
     check(copy)
+    check(copy, fixed=True)
+    assert ordered == [False, True]
     source, target = np.arange(5000, dtype=np.uint8), np.zeros(5000, dtype=np.uint8)
     each = np.arange(5000)
-    copy(each + target.ctypes.data, each + source.ctypes.data, np.ones_like(each), STREAM)
+    copy(each + target.ctypes.data, each + source.ctypes.data, np.ones_like(each), STREAM, fixed=False)
     assert (target == source).all()
 
 
@@ -175,7 +185,7 @@ def test_vllms_operator_takes_arrays_that_may_not_be_written_without_a_warning()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            VllmCopy(swap_blocks_batch)(arrays[0], arrays[1], arrays[2], STREAM)
+            VllmCopy(swap_blocks_batch)(arrays[0], arrays[1], arrays[2], STREAM, fixed=False)
     finally:
         torch.set_warn_always(False)
     assert (target == source).all()

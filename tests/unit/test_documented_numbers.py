@@ -100,6 +100,7 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/server.md", "`server_timeout_ms` ({})", lambda: option("server_timeout_ms")),
     ("docs/hybrid-models.md", "tokens (default {};", lambda: option("state_interval_tokens")),
     ("docs/gpu.md", "pages under {} KiB", lambda: cuda.GATHER_BELOW >> 10),
+    ("docs/gpu.md", "under {} KiB in memory that is not pinned", lambda: cuda.UNPINNED_GATHER_BELOW >> 10),
     ("docs/gpu.md", "common measure of {} bytes", lambda: gather.SMALLEST_ROW),
     ("docs/gpu.md", "in batches of at most {}:", lambda: f"{memcpy.MAX_COPIES:,}"),
     (

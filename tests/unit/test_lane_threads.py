@@ -41,8 +41,8 @@ class Ending(ManualStreams):
 
     finished = 0
 
-    def copy(self, *args: Any) -> None:
-        super().copy(*args)
+    def copy(self, *args: Any, **order: bool) -> None:
+        super().copy(*args, **order)
         raise SystemExit
 
     def finish(self, stream: Queue) -> None:
@@ -61,7 +61,7 @@ def test_a_thread_that_ends_in_the_middle_fails_the_job_after_its_copies() -> No
     one = copier(streams, thread)
     one.submit(True, [job(1)])
     assert ended(one, executors) == [Ended(1, False, 0.0)]
-    assert streams.finished == 1, "the copies that were queued may still be under way"
+    assert streams.finished == 2, "the copies that were queued may still be under way"
 
 
 class Waiting(ManualStreams):
@@ -85,4 +85,4 @@ def test_a_lane_whose_thread_has_ended_still_waits_for_the_copies_that_it_queued
     one.submit(True, [job(1)])
     executor.shutdown()
     one.drain()
-    assert len(streams.waited) == 3
+    assert len(streams.waited) == 6, "both streams of the three lanes"

@@ -106,7 +106,13 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             if reason is None:
                 vllm_patches.end_copies_before_sleep(ours_in)
             # vLLM tells the scheduler's half less of the model, so this half may be the only one that declines.
-            self._worker = WorkerConnector(vllm_config, kv_cache_config, attach_timeout_s=timeout_s, declined=reason)
+            self._worker = WorkerConnector(
+                vllm_config,
+                kv_cache_config,
+                attach_timeout_s=timeout_s,
+                declined=reason,
+                gather_below=config.gather_below,
+            )
 
     def _start_scheduler(self, config: UndercroftConfig) -> None:
         assert self._threshold is not None

@@ -99,7 +99,7 @@ class CopyStream:
     def _queue(self, jobs: Sequence[_Submitted], ready: Any, work: Work) -> None:
         queued = 0
         try:
-            self._lane.streams.wait(self._lane.handle, ready)
+            self._lane.begin(ready)
             for done in work(self._lane):
                 if done > queued:
                     self._end(jobs[queued:done], ready)
@@ -114,7 +114,7 @@ class CopyStream:
     def _end(self, jobs: Sequence[_Submitted], ready: Any) -> None:
         """Record one event for the end of jobs whose copies are all queued, or were queued up to an error."""
         try:
-            end = self._lane.streams.record(self._lane.handle)
+            end = self._lane.end()
         except Exception as error:
             # Without an event, wait here for the copies. If this wait fails too, the device runs nothing any more.
             self._report(error)
@@ -129,7 +129,7 @@ class CopyStream:
 
     def _finish(self) -> None:
         try:
-            self._lane.streams.finish(self._lane.handle)
+            self._lane.finish_here()
         except Exception as error:
             self._report(error)
 

@@ -2,14 +2,17 @@
 
 The model runner's thread records one event and passes the jobs of a step to a lane's thread, which queues all copies.
 For each chunk of large pages it queues one batch of direct copies between pages and slots. For each chunk of small
-pages it queues one kernel that gathers or scatters the pages, and one batch of copies of whole shards. Jobs on memory
-that is not pinned have a lane of their own, since the driver blocks the thread that queues such copies.
+pages it queues one kernel that gathers or scatters the pages, and one batch of copies of whole shards, which run while
+the kernel of the next chunk runs. Jobs on memory that is not pinned have a lane of their own, since the driver blocks
+the thread that queues such copies.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,14 +21,15 @@ import torch
 from undercroft._core import Arena
 from undercroft.device.api import Ended, Job
 from undercroft.device.copy_stream import CopyStream
+from undercroft.device.factory import GATHER_BELOW
 from undercroft.device.gather import Gather
-from undercroft.device.lane import Lane, Lanes
+from undercroft.device.lane import Half, Lane, Lanes
 from undercroft.device.layout import DeviceLayout, GroupCopy, GroupLayout, block_copies, check_blocks
 from undercroft.device.pinning import chunk_bytes
 
-GATHER_BELOW = 128 << 10
-"""Pages smaller than this many bytes are gathered: each copy costs the device, beyond its bytes, the time in which the
-bus transfers some tens of KiB."""
+UNPINNED_GATHER_BELOW = 128 << 10
+"""Pages smaller than this many bytes are gathered for memory that is not pinned, where each copy costs the driver's
+caller more."""
 
 STRATEGIES = ("auto", "direct", "gather")
 """How pages are copied: by their size ("auto"), directly, or through the staging buffer ("gather")."""
@@ -62,11 +66,12 @@ class CudaCopier:
         pinner: Pinner | None,
         *,
         strategy: str = "auto",
+        gather_below: int = GATHER_BELOW,
         pin_chunk: int | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """``lanes``: used by this copier alone until it calls ``on_close``. ``pinner``: pins the arena; None if all of
-        the arena is pinned already."""
+        the arena is pinned already. ``gather_below``: see `undercroft.device.factory`; used by the strategy "auto"."""
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy {strategy!r}: not one of {', '.join(STRATEGIES)}")
         self._layout = layout
@@ -75,7 +80,11 @@ class CudaCopier:
         self._streams = lanes.save.streams
         self._pinner = pinner
         self._pin_chunk = pin_chunk or chunk_bytes(arena.size)
-        self._gathers = {index: _gather(group, layout, strategy) for index, group in layout.groups.items()}
+        below = {lanes.save: gather_below, lanes.load: gather_below, lanes.unpinned: UNPINNED_GATHER_BELOW}
+        self._gathers = {
+            lane: {index: _gather(group, layout, strategy, border) for index, group in layout.groups.items()}
+            for lane, border in below.items()
+        }
         self._pinned = {True: CopyStream(lanes.save), False: CopyStream(lanes.load)}
         self._unpinned = CopyStream(lanes.unpinned)
         self._on_close = on_close
@@ -179,7 +188,7 @@ class CudaCopier:
 
     def _chunks(self, lane: Lane, to_arena: bool, blocks: _Blocks) -> Iterator[int]:
         """Queue the blocks of a group. Yields the number of queued blocks after each chunk."""
-        gather = self._gathers[blocks.layout.group]
+        gather = self._gathers[lane][blocks.layout.group]
         staging = None
         if gather is not None and gather.rows_per_block <= lane.row_numbers:
             staging = lane.staging(blocks.layout.shard_bytes)
@@ -197,24 +206,23 @@ class CudaCopier:
             yield begin + count
 
     def _staged(
-        self, lane: Lane, to_arena: bool, blocks: _Blocks, gather: Gather, staging: torch.Tensor
+        self, lane: Lane, to_arena: bool, blocks: _Blocks, gather: Gather, staging: list[Half]
     ) -> Iterator[int]:
         shard, width = blocks.layout.shard_bytes, gather.rows_per_block
-        addresses = staging.data_ptr() + np.arange(len(staging), dtype=np.int64) * shard
-        sizes = np.full(len(staging), shard, dtype=np.int64)
+        halves, most = cycle(staging), len(staging[0].shards)
+        sizes = np.full(most, shard, dtype=np.int64)
+        places = np.arange(most, dtype=np.int64) * shard
         # The numbers of all rows are uploaded in one copy, unless the job is larger than any prompt.
         for first in range(0, blocks.block_ids.size, lane.row_numbers // width):
             some = blocks.block_ids[first : first + lane.row_numbers // width]
             numbers = lane.upload(gather.rows(some))
-            for begin in range(0, some.size, len(staging)):
-                count = min(len(staging), some.size - begin)
-                move = _moving(gather, to_arena, numbers[begin * width : (begin + count) * width], staging[:count])
+            for begin in range(0, some.size, most):
+                count, half = min(most, some.size - begin), next(halves)
+                move = _moving(gather, to_arena, numbers[begin * width : (begin + count) * width], half.shards[:count])
+                addresses = half.shards.data_ptr() + places[:count]
                 offsets = blocks.offsets[first + begin : first + begin + count]
-                if to_arena:
-                    self._streams.run(lane.handle, move)
-                self._copy(lane, to_arena, addresses[:count], offsets, sizes[:count])
-                if not to_arena:
-                    self._streams.run(lane.handle, move)
+                copy = partial(self._copy, lane, to_arena, addresses, offsets, sizes[:count])
+                (lane.gathers if to_arena else lane.scatters)(half, move, copy)
                 yield first + begin + count
 
     def _copy(self, lane: Lane, to_arena: bool, addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> None:
@@ -223,7 +231,8 @@ class CudaCopier:
         addresses, offsets, sizes = split(*join(addresses, offsets, sizes), self._pin_chunk)
         hosts = offsets + self._arena.address
         destinations, sources = (hosts, addresses) if to_arena else (addresses, hosts)
-        self._streams.copy(lane.handle, destinations, sources, sizes)
+        # No one writes a slot that is loaded: its request has a lease until the load has ended.
+        self._streams.copy(lane.handle, destinations, sources, sizes, fixed=not to_arena)
 
 
 def _bytes(blocks: Sequence[_Blocks], jobs: int) -> list[int]:
@@ -271,10 +280,10 @@ def _moving(gather: Gather, to_arena: bool, rows: torch.Tensor, shards: torch.Te
     return lambda: (gather.gather if to_arena else gather.scatter)(rows, shards)
 
 
-def _gather(group: GroupLayout, layout: DeviceLayout, strategy: str) -> Gather | None:
-    """The `Gather` of a group; None if its pages are copied directly."""
+def _gather(group: GroupLayout, layout: DeviceLayout, strategy: str, below: int) -> Gather | None:
+    """The `Gather` of a group; None if its pages are copied directly. ``below``: border in bytes."""
     if strategy == "direct" or group.sizes.size == 0:
         return None
-    if strategy == "auto" and (group.sizes.size == 1 or int(group.sizes.max()) >= GATHER_BELOW):
+    if strategy == "auto" and (group.sizes.size == 1 or int(group.sizes.max()) >= below):
         return None
     return Gather.of(group, layout.tensors)

@@ -13,6 +13,9 @@ from undercroft.device import driver
 from undercroft.device.memcpy import BatchedCopy, batched_copy
 from undercroft.device.pinning import ArenaPinner, EnginePages, Turns
 
+_LIKE_THE_MODEL = 0
+_URGENT = -1
+"""Priorities of streams. The model's stream has the default priority, 0, which is the lowest."""
 _REGISTER_PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of the process, not only for the context that registers."""
 
@@ -37,10 +40,13 @@ class CudaStreams:
         """See `Streams.compute`."""
         return torch.cuda.current_stream(self._device)
 
-    def create(self) -> torch.cuda.Stream:
-        """See `Streams.create`."""
-        # The model's stream has the default priority. There is no lower priority for copies.
-        return torch.cuda.Stream(self._device)
+    def create(self, *, urgent: bool = False) -> torch.cuda.Stream:
+        """See `Streams.create`. Raises RuntimeError if the driver makes none."""
+        # PyTorch hands out each of its 32 streams again and again, also to the model. A stream of our own is nobody
+        # else's. It is never destroyed: lanes live as long as the process.
+        with torch.cuda.device(self._device):
+            handle = driver.make_stream(driver.load(), _URGENT if urgent else _LIKE_THE_MODEL)
+        return torch.cuda.ExternalStream(handle, self._device)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """See `Streams.record`."""
@@ -70,10 +76,18 @@ class CudaStreams:
         with torch.inference_mode(), torch.cuda.stream(stream):
             work()
 
-    def copy(self, stream: torch.cuda.Stream, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+    def copy(
+        self,
+        stream: torch.cuda.Stream,
+        destinations: np.ndarray,
+        sources: np.ndarray,
+        sizes: np.ndarray,
+        *,
+        fixed: bool,
+    ) -> None:
         """See `Streams.copy`."""
         with torch.cuda.stream(stream):
-            self._copy(destinations, sources, sizes, stream.cuda_stream)
+            self._copy(destinations, sources, sizes, stream.cuda_stream, fixed=fixed)
 
     def buffer(self, stream: torch.cuda.Stream, size: int) -> torch.Tensor:
         """See `Streams.buffer`."""

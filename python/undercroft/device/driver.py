@@ -10,6 +10,8 @@ LIBRARY = "libcuda.so.1"
 
 HOST_POINTER_FOR_REGISTERED_MEMORY = 91
 """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
+_NON_BLOCKING = 1
+"""CU_STREAM_NON_BLOCKING."""
 CAPTURE_MODE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
 
@@ -33,6 +35,18 @@ def why_not_pinnable(driver: Any, device: int) -> str | None:
         where = " (WSL2)" if is_wsl() else ""
         return f"the device cannot use host addresses of registered memory{where}"
     return None
+
+
+def make_stream(driver: Any, priority: int) -> int:
+    """The handle of a new stream of the calling thread's device, which does not wait for the default stream.
+
+    Raises RuntimeError if the driver refuses.
+    """
+    handle = ctypes.c_void_p()
+    code = driver.cuStreamCreateWithPriority(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(priority))
+    if code or handle.value is None:
+        raise RuntimeError(f"cuStreamCreateWithPriority failed with error {code}")
+    return handle.value
 
 
 def allow_during_capture(driver: Any) -> None:

@@ -15,8 +15,20 @@ if TYPE_CHECKING:
     from undercroft.device.pinning import ArenaPinner
 
 
-def make_copier(layout: DeviceLayout, arena: Arena, rank: int, pinner: ArenaPinner | None = None) -> DeviceCopier:
+GATHER_BELOW = 32 << 10
+"""Pages smaller than this many bytes are gathered by default: each copy costs the device, beyond its bytes, the time in
+which the bus transfers some KiB, and a kernel that gathers waits for the model's kernels."""
+
+
+def make_copier(
+    layout: DeviceLayout,
+    arena: Arena,
+    rank: int,
+    pinner: ArenaPinner | None = None,
+    gather_below: int = GATHER_BELOW,
+) -> DeviceCopier:
     """The copier for the device that holds the KV cache. ``pinner``: the result of `pin_arena` for this device.
+    ``gather_below``: on CUDA, smaller pages are gathered on the device (bytes).
 
     Raises ValueError if there is no copier for this kind of device, RuntimeError if the device's driver lacks a needed
     function.
@@ -24,7 +36,7 @@ def make_copier(layout: DeviceLayout, arena: Arena, rank: int, pinner: ArenaPinn
     if layout.device.type == "cpu":
         return CpuCopier(layout, arena, rank)
     if layout.device.type == "cuda":
-        return _cuda_copier(layout, arena, rank, pinner)
+        return _cuda_copier(layout, arena, rank, pinner, gather_below)
     raise ValueError(f"no copier for a KV cache on {layout.device}; CUDA devices and vLLM's CPU platform are supported")
 
 
@@ -42,10 +54,20 @@ def pin_arena(device: torch.device, arena: Arena) -> ArenaPinner | None:
     return pin(device, arena)
 
 
-def _cuda_copier(layout: DeviceLayout, arena: Arena, rank: int, pinner: ArenaPinner | None) -> DeviceCopier:
+def _cuda_copier(
+    layout: DeviceLayout, arena: Arena, rank: int, pinner: ArenaPinner | None, gather_below: int
+) -> DeviceCopier:
     from undercroft.device.cuda import CudaCopier
     from undercroft.device.cuda_streams import CudaStreams
     from undercroft.device.lane import Lanes, borrow, give_back
 
     lanes = borrow(layout.device, lambda: Lanes.make(CudaStreams(layout.device)))
-    return CudaCopier(layout, arena, rank, lanes, pinner, on_close=lambda: give_back(layout.device, lanes))
+    return CudaCopier(
+        layout,
+        arena,
+        rank,
+        lanes,
+        pinner,
+        gather_below=gather_below,
+        on_close=lambda: give_back(layout.device, lanes),
+    )

@@ -19,6 +19,8 @@ _BATCH_SINCE = 12080
 """Interface version (CUDA 12.8) of the driver's `cuMemcpyBatchAsync`: it has the arguments that this file uses."""
 _ACCESS_IN_STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a copy reads its source when the stream reaches the copy, not earlier."""
+_ACCESS_IN_ANY_ORDER = 3
+"""CU_MEMCPY_SRC_ACCESS_ORDER_ANY: a copy may read its source as soon as it is queued."""
 
 MAX_COPIES = 4096
 """Most copies of one call. A driver has crashed on a batch of 51,828 copies. A call costs little."""
@@ -31,8 +33,10 @@ class BatchedCopy(Protocol):
 
     name: str
 
-    def __call__(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
-        """Raises RuntimeError if the driver refuses."""
+    def __call__(
+        self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, *, fixed: bool
+    ) -> None:
+        """``fixed``: see `undercroft.device.streams.Streams.copy`. Raises RuntimeError if the driver refuses."""
 
 
 class _Location(ctypes.Structure):
@@ -58,13 +62,14 @@ class VllmCopy:
     def __init__(self, operator: Any) -> None:
         self._operator = operator
 
-    def __call__(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+    def __call__(
+        self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, *, fixed: bool
+    ) -> None:
         """See `BatchedCopy`."""
         for begin in range(0, sizes.size, MAX_COPIES):
             part = slice(begin, begin + MAX_COPIES)
             arrays = (torch.from_numpy(np.array(array[part])) for array in (sources, destinations, sizes))
-            # False: sources are read in stream order, as saves need.
-            self._operator(*arrays, False)
+            self._operator(*arrays, fixed)
 
 
 class DriverBatch:
@@ -74,10 +79,15 @@ class DriverBatch:
 
     def __init__(self, function: Any) -> None:
         self._function = function
-        self._attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER, flags=_PREFER_OVERLAP)
+        self._attributes = {
+            fixed: _Attributes(source_access_order=order, flags=_PREFER_OVERLAP)
+            for fixed, order in ((False, _ACCESS_IN_STREAM_ORDER), (True, _ACCESS_IN_ANY_ORDER))
+        }
         self._attributes_begin = ctypes.c_size_t(0)
 
-    def __call__(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+    def __call__(
+        self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, *, fixed: bool
+    ) -> None:
         """See `BatchedCopy`."""
         arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in (destinations, sources, sizes)]
         for begin in range(0, sizes.size, MAX_COPIES):
@@ -85,7 +95,7 @@ class DriverBatch:
             code = self._function(
                 *(array.ctypes.data + begin * array.itemsize for array in arrays),
                 min(MAX_COPIES, sizes.size - begin),
-                ctypes.addressof(self._attributes),
+                ctypes.addressof(self._attributes[fixed]),
                 ctypes.addressof(self._attributes_begin),
                 1,
                 ctypes.addressof(failed),
@@ -104,7 +114,9 @@ class DriverLoop:
     def __init__(self, function: Any) -> None:
         self._function = function
 
-    def __call__(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+    def __call__(
+        self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, *, fixed: bool
+    ) -> None:
         """See `BatchedCopy`."""
         for destination, source, size in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             if code := self._function(destination, source, size, stream):

@@ -30,8 +30,8 @@ class Streams(Protocol):
     def compute(self) -> Any:
         """The stream of the calling thread's own work, which is the model's."""
 
-    def create(self) -> Any:
-        """A new stream for copies."""
+    def create(self, *, urgent: bool = False) -> Any:
+        """A new stream. ``urgent``: its kernels come before those of the model that wait at the same time."""
 
     def record(self, stream: Any) -> Any:
         """An event that happens when all work queued on ``stream`` so far has run."""
@@ -51,8 +51,14 @@ class Streams(Protocol):
     def run(self, stream: Any, work: Callable[[], None]) -> None:
         """Queue the operations of ``work`` on PyTorch tensors of the device."""
 
-    def copy(self, stream: Any, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
-        """Queue copies of bytes between host and device: parallel int64 arrays of addresses and sizes."""
+    def copy(
+        self, stream: Any, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, *, fixed: bool
+    ) -> None:
+        """Queue copies of bytes between host and device: parallel int64 arrays of addresses and sizes.
+
+        ``fixed``: nobody writes the sources until the copies have run, so the device may read them at once, before
+        earlier work of the stream.
+        """
 
     def buffer(self, stream: Any, size: int) -> torch.Tensor:
         """``size`` bytes (uint8) of device memory for the use of ``stream`` alone."""

@@ -22,6 +22,7 @@ _REFUSED = {
     "cache_hit_threshold": _ENGINES,
     "client_fields": _ENGINES,
     "save": "SGLang's --hicache-write-policy decides this",
+    "gather_below": "SGLang copies between the device and its pools",
     "kv_layout": "SGLang's --hicache-mem-layout decides this",
     "unique_media_uuids": "SGLang's --trust-mm-content-hashes decides this",
 }

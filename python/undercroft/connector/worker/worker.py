@@ -23,7 +23,7 @@ from undercroft.connector.worker.attaching import AttachAttempt
 from undercroft.connector.worker.outcomes import Outcomes
 from undercroft.connector.worker.watching import WATCH_S, Watcher
 from undercroft.device.api import DeviceCopier, Job
-from undercroft.device.factory import make_copier, uses_pinned
+from undercroft.device.factory import GATHER_BELOW, make_copier, uses_pinned
 from undercroft.device.layout import DeviceLayout, device_layout, kv_replicas
 from undercroft.log import LogOnce
 
@@ -96,11 +96,12 @@ class WorkerConnector:
         clock: Callable[[], float] = time.monotonic,
         attach_timeout_s: float = ATTACH_TIMEOUT_S,
         declined: str | None = None,
+        gather_below: int = GATHER_BELOW,
     ) -> None:
         """``attach``: gets the arena from a socket for a session. ``clock``: seconds, for the pauses between attempts.
 
         ``attach_timeout_s``: longest wait of a step for the arena. After that the step's jobs fail. ``declined``: the
-        reason why nothing may be copied. Every job then fails.
+        reason why nothing may be copied. Every job then fails. ``gather_below``: see `undercroft.device.factory`.
         """
         self._declined = declined
         parallel = vllm_config.parallel_config
@@ -109,6 +110,7 @@ class WorkerConnector:
         self._shard, self._replica = divmod(parallel.rank % parallel.tensor_parallel_size, self._replicas)
         self._config = kv_cache_config
         self._attach = attach
+        self._gather_below = gather_below
         self._clock = clock
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._layout: DeviceLayout | None = None
@@ -351,7 +353,9 @@ class WorkerConnector:
         try:
             if self._attached is None or not self._attached.is_held:
                 self._attached = self._attach_now(key, layout)
-            return self._copier or make_copier(layout, self._attached.mapping, self._shard, self._attached.pinner)
+            return self._copier or make_copier(
+                layout, self._attached.mapping, self._shard, self._attached.pinner, self._gather_below
+            )
         except _AttachPendingError:
             raise
         except Exception:
