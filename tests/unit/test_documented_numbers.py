@@ -10,7 +10,7 @@ import pytest
 from gpu_check import interference, speed
 
 from undercroft.config import OPTIONS
-from undercroft.device import cuda, gather, lane, memcpy, pinning
+from undercroft.device import api, cuda, gather, lane, memcpy, pinning
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCTION = [
@@ -99,7 +99,7 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/server.md", "{} ms for a disk lookup", lambda: constant("PENDING_DEADLINE") // MS),
     ("docs/server.md", "`server_timeout_ms` ({})", lambda: option("server_timeout_ms")),
     ("docs/hybrid-models.md", "tokens (default {};", lambda: option("state_interval_tokens")),
-    ("docs/gpu.md", "pages under {} KiB", lambda: cuda.GATHER_BELOW >> 10),
+    ("docs/gpu.md", "pages under {} KiB", lambda: api.GATHER_BELOW >> 10),
     ("docs/gpu.md", "under {} KiB in memory that is not pinned", lambda: cuda.UNPINNED_GATHER_BELOW >> 10),
     ("docs/gpu.md", "common measure of {} bytes", lambda: gather.SMALLEST_ROW),
     ("docs/gpu.md", "in batches of at most {}:", lambda: f"{memcpy.MAX_COPIES:,}"),

@@ -32,6 +32,7 @@ from undercroft.identity.namespace import Naming
 from undercroft.vllm_tier import options
 from undercroft.vllm_tier.chunks import Chunks, Place, canonical_shards, why_unsupported
 from undercroft.vllm_tier.identity import describe_tier
+from undercroft.vllm_tier.tier import UndercroftTier
 
 ROW = 8192
 HASH = 16
@@ -229,6 +230,28 @@ def test_another_version_of_the_canonical_layout_is_another_identity(monkeypatch
 # Options
 
 ENTRY = {"type": "UndercroftTier", "module_path": "undercroft.vllm_tier"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"world_size": 2, "nnodes": 2}, "over 2 nodes"),
+        ({"world_size": 4, "nnodes": 4, "nnodes_within_dp": 2}, "over 2 nodes"),
+        ({"world_size": 2, "distributed_executor_backend": "external_launcher"}, "external_launcher"),
+        ({"world_size": 1, "nnodes": 2}, None),
+        ({"world_size": 2}, None),
+    ],
+)
+def test_ranks_that_do_not_share_vllms_host_memory_turn_the_tier_off(
+    changes: dict[str, Any], reason: str | None
+) -> None:
+    """Each host, or each rank of external_launcher, would load what lies in its own memory at the same place."""
+    config = fake_config.vllm_config()
+    for name, value in changes.items():
+        setattr(config.parallel_config, name, value)
+    kv_cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], full())])
+    found = UndercroftTier._why_off(SimpleNamespace(), config, kv_cache, SimpleNamespace(groups=[]))
+    assert found is None if reason is None else found is not None and reason in found
 
 
 def connector(**tier: Any) -> dict[str, Any]:

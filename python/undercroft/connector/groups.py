@@ -11,7 +11,7 @@ from undercroft import compat
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _Hash = TypeVar("_Hash", bound=bytes)
@@ -199,7 +199,7 @@ def why_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     """The reason, for people, why the connector must stay off for this model and deployment; None if there is none."""
     return (
         _why_not_deployed_so(vllm_config)
-        or _why_prefixes_are_not_reusable(vllm_config, kv_cache_config)
+        or why_prefixes_are_not_reusable(vllm_config, kv_cache_config)
         or _why_groups_are_unsupported(kv_cache_config)
     )
 
@@ -212,10 +212,8 @@ def _why_not_deployed_so(vllm_config: VllmConfig) -> str | None:
         size = getattr(parallel, name, 1)
         if size > 1:
             return f"{name} = {size} is not supported (only tensor parallelism is)"
-    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and parallel.world_size > 1:
-        return "with external_launcher each rank has a scheduler of its own, whose saves hold one shard"
-    if parallel.tensor_parallel_size > 1 and (hosts := compat.hosts(parallel)) > 1:
-        return f"tensor parallelism over {hosts} nodes: only one of them can reach the cache's memory"
+    if apart := why_ranks_are_apart(parallel):
+        return apart
     if getattr(vllm_config, "lora_config", None) is not None and not compat.hashes_adapters():
         return "this vLLM's block hashes do not tell LoRA adapters apart in a way known here"
     if getattr(getattr(vllm_config, "speculative_config", None), "method", None) == "extract_hidden_states":
@@ -224,6 +222,17 @@ def _why_not_deployed_so(vllm_config: VllmConfig) -> str | None:
     aux_output = getattr(vllm_config, "aux_output_config", None)
     if getattr(aux_output, "enabled", False) and not compat.caps_external_hits():
         return "--enable-return-routed-experts: this vLLM fails on a hit whose routed experts it did not compute itself"
+    return None
+
+
+def why_ranks_are_apart(parallel_config: ParallelConfig) -> str | None:
+    """The reason, for people, if the scheduler and all its ranks do not share one host memory; None if they do."""
+    if parallel_config.world_size == 1:
+        return None
+    if getattr(parallel_config, "distributed_executor_backend", None) == "external_launcher":
+        return "with external_launcher each rank has a scheduler of its own, whose saves hold one shard"
+    if (hosts := compat.hosts(parallel_config)) > 1:
+        return f"parallelism over {hosts} nodes: only one of them can reach the cache's memory"
     return None
 
 
@@ -236,7 +245,7 @@ def _why_device_is_unsupported(vllm_config: VllmConfig) -> str | None:
     return None
 
 
-def _why_prefixes_are_not_reusable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+def why_prefixes_are_not_reusable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """The reason if vLLM itself reports that a prefix's KV depends on later tokens, or that its hash is ambiguous."""
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in compat.layer_specs(group.kv_cache_spec)]
     if any(getattr(spec, "non_causal", False) for spec in specs):

@@ -7,6 +7,10 @@ from typing import NamedTuple, Protocol
 
 from undercroft.device.layout import GroupCopy
 
+GATHER_BELOW = 32 << 10
+"""Pages smaller than this many bytes are gathered by default: each copy costs the device, beyond its bytes, the time in
+which the bus transfers some KiB, and a kernel that gathers waits for the model's kernels."""
+
 
 class Job(NamedTuple):
     """The load or save of one request."""

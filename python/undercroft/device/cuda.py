@@ -19,9 +19,8 @@ import numpy as np
 import torch
 
 from undercroft._core import Arena
-from undercroft.device.api import Ended, Job
+from undercroft.device.api import GATHER_BELOW, Ended, Job
 from undercroft.device.copy_stream import CopyStream
-from undercroft.device.factory import GATHER_BELOW
 from undercroft.device.gather import Gather
 from undercroft.device.lane import Half, Lane, Lanes
 from undercroft.device.layout import DeviceLayout, GroupCopy, GroupLayout, block_copies, check_blocks
@@ -71,7 +70,7 @@ class CudaCopier:
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """``lanes``: used by this copier alone until it calls ``on_close``. ``pinner``: pins the arena; None if all of
-        the arena is pinned already. ``gather_below``: see `undercroft.device.factory`; used by the strategy "auto"."""
+        the arena is pinned already. ``gather_below``: see `undercroft.device.api`; used by the strategy "auto"."""
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy {strategy!r}: not one of {', '.join(STRATEGIES)}")
         self._layout = layout

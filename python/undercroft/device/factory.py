@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from undercroft._core import Arena
-from undercroft.device.api import DeviceCopier
+from undercroft.device.api import GATHER_BELOW, DeviceCopier
 from undercroft.device.cpu import CpuCopier
 from undercroft.device.layout import DeviceLayout
 
@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     import torch
 
     from undercroft.device.pinning import ArenaPinner
-
-
-GATHER_BELOW = 32 << 10
-"""Pages smaller than this many bytes are gathered by default: each copy costs the device, beyond its bytes, the time in
-which the bus transfers some KiB, and a kernel that gathers waits for the model's kernels."""
 
 
 def make_copier(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,8 +39,9 @@ _SETTINGS = {
     "exec": (
         "attention_backend",
         "dllm_algorithm",
+        "dsv4_attn_backend",
+        "enable_precise_embedding_interpolation",
         "kt_method",
-        "kt_weight_path",
         "enable_encoder_swa_bounded_replay",
         "enable_decoder_swa_bounded_replay",
         "enable_fused_qk_norm_rope",
@@ -56,7 +58,6 @@ _SETTINGS = {
     "mm": ("disable_fast_image_processor", "enable_multimodal", "image_processor_backend", "mm_process_config"),
     "parallel": ("cp_strategy", "enable_dsa_cache_layer_split", "enable_prefill_cp"),
     "spec": (
-        "uno_lora_path",
         "speculative_algorithm",
         "speculative_draft_kv_cache_dtype",
         "speculative_draft_model_quantization",
@@ -67,10 +68,16 @@ _SETTINGS = {
 """The server's arguments on which KV depends, by SGLang's namespace of them (``sglang.srt.runtime_context``)."""
 _CONFIGURATIONS = ("config.json", "hf_quant_config.json", "preprocessor_config.json", "processor_config.json")
 """Files beside the weights whose content decides KV."""
-_VARIABLES = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
-"""Environment variables that choose between layouts of one size."""
-_FILES = ("quantization_param_path",)
-"""Arguments of the model that name a file whose content decides KV."""
+_VARIABLES = re.compile(
+    "SGLANG_.*(ATTN|DSA|DSV4|DTYPE|FP4|FP8|GEMM|INDEX|INT8|KV|LAYOUT|MAMBA|MLA|MOE|PAGE8|QUANT|ROPE|SSM|SWA)"
+)
+"""Environment variables that choose how KV is computed, or how it lies in a page: SGLang has hundreds, and more with
+each release, so one that need not count is better than one that is missed."""
+_HARMLESS = re.compile("SGLANG_(KV_CANARY|TEST_|CHECK_)")
+_FILES = ("quantization_param_path", "decrypted_config_file", "dllm_algorithm_config")
+"""Arguments that name a file whose content decides KV."""
+_OTHER_WEIGHTS = ("kt_weight_path", "uno_lora_path")
+"""Arguments that name further weights."""
 
 
 def why_off(arguments: Any) -> str | None:
@@ -91,13 +98,17 @@ def describe(storage_config: Any, arguments: Any, config: UndercroftConfig, dige
 
     ``storage_config``: SGLang's ``HiCacheStorageConfig``. Raises OSError for a weight file that cannot be read.
     """
+    import sglang
+
     one_copy = storage_config.is_mla_model and pool.is_same_on_ranks
     description = {
         "hicache": FORMAT,
         "salt": config.namespace_salt,
         "model": _model(storage_config.model_name, arguments, config, digests),
         "kv_cache_dtype": _resolved_kv_cache_dtype(),
-        "variables": [os.environ.get(name) for name in _VARIABLES],
+        # Another release may order a page of the same size in another way, or compute KV in another way.
+        "sglang": sglang.__version__,
+        "variables": _variables(),
         "settings": {area: _values(arguments, names) for area, names in _SETTINGS.items()},
         "files": {name: _file_digest(getattr(arguments, name, None)) for name in _FILES},
         "pool": pool.description(),
@@ -118,6 +129,9 @@ def _model(model_name: str | None, arguments: Any, config: UndercroftConfig, dig
         found = {"weights": of.model(path, getattr(arguments, "revision", None))}
     if draft := getattr(arguments, "speculative_draft_model_path", None):
         found["draft"] = of.model(draft, getattr(arguments, "speculative_draft_model_revision", None))
+    for name in _OTHER_WEIGHTS:
+        if path := getattr(arguments, name, None):
+            found[name] = of.model(path, None)
     # SGLang's key of an adapter that it loads at its start is made of its name and path only.
     adapters = _adapters(getattr(arguments, "lora_paths", None))
     found["adapters"] = [[name, path, of.model(path, None)] for name, path in adapters]
@@ -165,6 +179,12 @@ class _Weights(NamedTuple):
         return {"digest": digest, "files": {one.name: _file_digest(one) for one in files if one.is_file()}}
 
 
+def _variables() -> dict[str, str]:
+    """The environment variables of `_VARIABLES` that are set."""
+    counts = {name for name in os.environ if _VARIABLES.match(name) and not _HARMLESS.match(name)}
+    return {name: os.environ[name] for name in sorted(counts)}
+
+
 def _values(arguments: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """The arguments that are set, as JSON can hold them."""
     values = {name: getattr(arguments, name, None) for name in names}
@@ -178,7 +198,8 @@ def _values(arguments: Any, names: tuple[str, ...]) -> dict[str, Any]:
 def known_by_name(description: str) -> list[str]:
     """The models and adapters in a description that only a name identifies."""
     model = json.loads(description)["model"]
-    parts = [model.get("weights"), model.get("draft"), *(one for *_, one in model.get("adapters", ()))]
+    names = ("weights", "draft", *_OTHER_WEIGHTS)
+    parts = [*(model.get(name) for name in names), *(one for *_, one in model.get("adapters", ()))]
     return [str(part["names"][0]) for part in parts if part and "names" in part]
 
 

@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from undercroft import capacity, compat, vllm_patches
 from undercroft.connector.fail_open import fail_open, nothing
+from undercroft.connector.groups import why_prefixes_are_not_reusable, why_ranks_are_apart
 from undercroft.connector.kv_origin import KvOrigin
 from undercroft.connector.observe.stats import EngineStats
 from undercroft.connector.resets import Resets, drop_namespace
@@ -121,8 +122,11 @@ class UndercroftTier(SecondaryTierManager):
             self._cache.add_region((self._address, size))
 
     def _why_off(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, offloading_config: Any) -> str | None:
-        if not vllm_config.cache_config.enable_prefix_caching:
-            return "vLLM's prefix caching is off, so block hashes do not tell prefixes apart"
+        # vLLM keeps a memory of its own on each host, or with external_launcher for each rank, and tells nobody.
+        reason = why_ranks_are_apart(vllm_config.parallel_config)
+        reason = reason or why_prefixes_are_not_reusable(vllm_config, kv_cache_config)
+        if reason is not None:
+            return reason
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
         if has_adapters and not vllm_patches.tell_adapters_apart(ADAPTERS.of_request, ADAPTERS.key):
             return "this vLLM's block hashes cannot be made to tell LoRA adapters apart"

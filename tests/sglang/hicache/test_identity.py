@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sglang
 import torch
+from sglang.srt import environ
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.server_args import ServerArgs
 
@@ -61,6 +63,62 @@ def test_others_never_meet(other: Any, tmp_path: Path) -> None:
     theirs = opened(tmp_path, their_pool, **changed)
     assert theirs.batch_exists(CHAIN, after()) == 0
     assert theirs.batch_get_v1(CHAIN, wipe(their_pool, range(4)), after()) == [False] * 4
+    theirs.close()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "SGLANG_DSV4_KV_LAYOUT",
+        "SGLANG_DSV4_COMPRESSED_KV_LAYOUT",
+        "SGLANG_HIP_DSV41_INDEX_K_PAGE8",
+        "SGLANG_USE_HND_KVCACHE",
+        "SGLANG_AITER_KV_CACHE_LAYOUT",
+    ],
+)
+def test_a_layout_that_a_variable_chooses_is_another_cache(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert variable in Path(environ.__file__).read_text(encoding="utf-8"), "SGLang has no such variable"
+    pool = mha()
+    store = opened(tmp_path, pool)
+    kept(store, pool)
+    monkeypatch.setenv(variable, "other")
+    theirs = opened(tmp_path, pool)
+    assert theirs.batch_exists(CHAIN, after()) == 0
+    theirs.close()
+    store.close()
+
+
+def test_variables_that_change_no_bytes_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_KV_CANARY_RING_CAPACITY", "7")
+    monkeypatch.setenv("SGLANG_LOG_MS", "1")
+    assert identity._variables() == {}
+
+
+def test_another_release_of_sglang_is_another_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = mha()
+    store = opened(tmp_path, pool)
+    kept(store, pool)
+    monkeypatch.setattr(sglang, "__version__", "0.5.99")
+    theirs = opened(tmp_path, pool)
+    assert theirs.batch_exists(CHAIN, after()) == 0
+    theirs.close()
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["kt_weight_path", "uno_lora_path"])
+def test_further_weights_count_by_content(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, base = mha(), model(tmp_path / "base", 0)
+    weights, disk = tmp_path / "more", tmp_path / "disk"
+    serving(monkeypatch, model_path=base, **{name: model(weights, 1)})
+    store = opened(disk, pool)
+    kept(store, pool)
+    shutil.rmtree(weights)
+    model(weights, 2)
+    theirs = opened(disk, pool)
+    assert theirs.batch_exists(CHAIN, after()) == 0, "the same path, other weights"
     theirs.close()
     store.close()
 
@@ -183,7 +241,7 @@ def test_sglang_has_the_flags_and_settings_that_are_named() -> None:
     flags = {flag.replace("-", "_") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", document)}
     assert flags <= fields
     assert {name for names in identity._SETTINGS.values() for name in names} <= fields
-    assert set(identity._FILES) <= fields
+    assert set(identity._FILES) | set(identity._OTHER_WEIGHTS) <= fields
 
 
 class Updater(WeightUpdater):

@@ -22,8 +22,8 @@ from undercroft.connector.worker.attached import AttachedArena, EarlyAttempt
 from undercroft.connector.worker.attaching import AttachAttempt
 from undercroft.connector.worker.outcomes import Outcomes
 from undercroft.connector.worker.watching import WATCH_S, Watcher
-from undercroft.device.api import DeviceCopier, Job
-from undercroft.device.factory import GATHER_BELOW, make_copier, uses_pinned
+from undercroft.device.api import GATHER_BELOW, DeviceCopier, Job
+from undercroft.device.factory import make_copier, uses_pinned
 from undercroft.device.layout import DeviceLayout, device_layout, kv_replicas
 from undercroft.log import LogOnce
 
@@ -101,7 +101,7 @@ class WorkerConnector:
         """``attach``: gets the arena from a socket for a session. ``clock``: seconds, for the pauses between attempts.
 
         ``attach_timeout_s``: longest wait of a step for the arena. After that the step's jobs fail. ``declined``: the
-        reason why nothing may be copied. Every job then fails. ``gather_below``: see `undercroft.device.factory`.
+        reason why nothing may be copied. Every job then fails. ``gather_below``: see `undercroft.device.api`.
         """
         self._declined = declined
         parallel = vllm_config.parallel_config
