@@ -44,10 +44,10 @@ class Started:
 
     engine: Engine
     scheduler: SchedulerConnector
+    resets: Resets
     events: Events | NoEvents
     hints: RequestHints
     explanations: Explanations
-    resets: Resets
     stats: EngineStats
     recorder: Recorder | None
     shadow: Shadow | None
@@ -103,56 +103,69 @@ def start_scheduler(
         )
         scheduler.saves_sessions = vllm_config.speculative_config is None
         at_version = partial(weight_version, description) if config.share_weight_versions else None
-        tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
-        started = Started(
-            engine,
-            scheduler,
-            events_of(vllm_config, session, groups, kv_cache_config),
-            RequestHints(
-                session,
-                groups,
-                counts,
-                scheduler.complete_hashes,
-                may_end=vllm_patches.problem(vllm_patches.HIT_THRESHOLD) is None,
-                is_allowed="hints" in config.client_fields,
-            ),
-            Explanations(
-                session,
-                config.log_requests,
-                counts,
-                is_served=engine.is_shared or bool(config.server),
-                may_tell="explain" in config.client_fields,
-            ),
-            Resets(scheduler, config.reset_with_prefix_cache, at_version),
-            EngineStats(engine, tokens_in=tokens_in),
-            _recorder(vllm_config, config, groups),
-            Shadow(config.shadow, groups, tokens_in) if config.shadow else None,
-        )
+        resets = Resets(scheduler, config.reset_with_prefix_cache, at_version)
+        events = events_of(vllm_config, session, groups, kv_cache_config)
+        hints, explanations = _requests(config, engine, session, groups, counts, scheduler)
+        stats, recorder, shadow = _observers(vllm_config, config, engine, groups, registration)
         naming.digests.save()
         _say_how_it_runs(config, engine, session, groups, registration)
-        if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
-            logger.warning("undercroft: the engine is shared, and its own options apply: %s", "; ".join(ignored))
-        if not_reused:
-            logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
+        _say_what_does_not_apply(config, engine, ranks, not_reused)
         announcement.announce(engine.arena)
     except BaseException:
         engine.close()
         raise
-    return started
+    return Started(engine, scheduler, resets, events, hints, explanations, stats, recorder, shadow)
+
+
+def _requests(
+    config: UndercroftConfig,
+    engine: Engine,
+    session: Session,
+    groups: Groups,
+    counts: Counts,
+    scheduler: SchedulerConnector,
+) -> tuple[RequestHints, Explanations]:
+    """The parts for what requests ask for, and are told."""
+    hints = RequestHints(
+        session,
+        groups,
+        counts,
+        scheduler.complete_hashes,
+        may_end=vllm_patches.problem(vllm_patches.HIT_THRESHOLD) is None,
+        is_allowed="hints" in config.client_fields,
+    )
+    explanations = Explanations(
+        session,
+        config.log_requests,
+        counts,
+        is_served=engine.is_shared or bool(config.server),
+        may_tell="explain" in config.client_fields,
+    )
+    return hints, explanations
+
+
+def _observers(
+    vllm_config: VllmConfig,
+    config: UndercroftConfig,
+    engine: Engine,
+    groups: Groups,
+    registration: list[GroupRegistration],
+) -> tuple[EngineStats, Recorder | None, Shadow | None]:
+    """The parts that only watch."""
+    tokens_in = partial(capacity.tokens_in, groups=registration, interval=config.state_interval_tokens)
+    recorder = None
+    if config.record:
+        parallel = vllm_config.parallel_config
+        suffix = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
+        recorder = Recorder(Path(config.record + suffix), groups)
+    shadow = Shadow(config.shadow, groups, tokens_in) if config.shadow else None
+    return EngineStats(engine, tokens_in=tokens_in), recorder, shadow
 
 
 def _payload_bytes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: Groups) -> list[int]:
     """Bytes of a block of each KV cache group, of all ranks together."""
     shards = vllm_config.parallel_config.tensor_parallel_size // kv_replicas(kv_cache_config)
     return [group_shard_bytes(kv_cache_config, group) * shards for group in range(len(groups.kinds))]
-
-
-def _recorder(vllm_config: VllmConfig, config: UndercroftConfig, groups: Groups) -> Recorder | None:
-    if not config.record:
-        return None
-    parallel = vllm_config.parallel_config
-    suffix = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
-    return Recorder(Path(config.record + suffix), groups)
 
 
 def _say_how_it_runs(
@@ -164,3 +177,10 @@ def _say_how_it_runs(
     limited = why_limited(registration, groups.engine_block_size, groups.dropped_tokens)
     if config.remote and limited:
         logger.warning("undercroft: %s (docs/remote.md)", limited)
+
+
+def _say_what_does_not_apply(config: UndercroftConfig, engine: Engine, ranks: int, not_reused: str | None) -> None:
+    if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
+        logger.warning("undercroft: the engine is shared, and its own options apply: %s", "; ".join(ignored))
+    if not_reused:
+        logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
