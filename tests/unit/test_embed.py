@@ -310,6 +310,31 @@ def test_memory_that_was_not_named_is_not_touched() -> None:
             cache.add_region(bytes(10))
 
 
+def test_regions_may_lie_in_each_other() -> None:
+    with opened({}) as cache:
+        pool = Pool(cache)
+        inner = pool.rows[4:6]
+        cache.add_region(inner)
+        pool.rows[:] = content(3, 64)
+        assert cache.save(keys(3, 10), [pool.blocks(0, 10)]).complete, "most of it lies behind the inner region's end"
+
+
+def test_a_copy_that_is_asked_for_while_the_cache_closes_never_begins() -> None:
+    """`close` waits for the copies under way. One that began afterwards would use memory that others have by then."""
+    with opened({}) as cache:
+        pool = Pool(cache)
+        drain, begun = cache.drain, []
+
+        def drained() -> None:
+            drain()
+            begun.append(cache.begin_save(keys(4, 4), [pool.blocks(0, 4)]))
+
+        cache.drain = drained  # type: ignore[method-assign]
+        cache.close()
+    [job] = begun
+    assert job.ended and not job.done and job.copied_bytes == 0
+
+
 def test_options_of_the_connector_are_refused_by_name() -> None:
     groups = [Group((SIZE,))]
     with pytest.raises(ConfigError, match="cache_hit_threshold"):

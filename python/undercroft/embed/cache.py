@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from undercroft.config import OPTIONS, UndercroftConfig
 from undercroft.embed.blocks import Blocks, Group, Job, Registration, runs
+from undercroft.embed.memory import merged
 from undercroft.engine import open_engine
 from undercroft.log import LogOnce, logger
 
@@ -136,7 +137,8 @@ class Cache:
         if address <= 0 or size <= 0:
             raise ValueError(f"a region of {size} bytes at {address}")
         with self._lock:
-            self._regions = sorted([*self._regions, (address, address + size)])
+            known = [(begin, end - begin) for begin, end in self._regions]
+            self._regions = [(begin, begin + length) for begin, length in merged({*known, (address, size)})]
         return address
 
     # Questions
@@ -299,9 +301,11 @@ class Cache:
 
     def close(self) -> None:
         """End all jobs, finish the writes in flight (bounded) and release directories and memory. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        with self._lock:
+            if self._is_closed:
+                return
+            # From now on no copy begins, so none follows those that `drain` waits for.
+            self._is_closed = True
         self.drain()
         with self._lock:
             attachment, self._attachment = self._attachment, None
@@ -481,10 +485,12 @@ class Cache:
 
     def _attached(self, session: int) -> _Attachment | None:
         """The arena with the slots of a session. If it is not here, the next one is fetched on a thread."""
+        if self._is_closed:
+            return None
         attachment = self._attachment
         if attachment is not None and attachment.session == session and self._is_current(attachment):
             return attachment
-        if not self._attaching and not self._is_closed and time.monotonic() >= self._attach_at:
+        if not self._attaching and time.monotonic() >= self._attach_at:
             self._attaching = True
             try:
                 threading.Thread(target=self._attach, name="undercroft-attach", daemon=True).start()

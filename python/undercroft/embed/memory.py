@@ -1,10 +1,10 @@
-"""Host memory of a cache below a program that has a large pool of its own."""
+"""Memory of a cache, and of the program above it."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from undercroft.config import OPTIONS
@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 _BYTES, _BLOCKS = 2 << 30, 256
 """Default of ``host_memory``: so many bytes, or blocks if these are more. Blocks only pass through it, on their way
 between the disk and the program's pool."""
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Addresses with sizes in ascending order, those that overlap or touch as one."""
+    found: list[tuple[int, int]] = []
+    for address, size in sorted(spans):
+        if found and address <= sum(found[-1]):
+            begin, before = found.pop()
+            found.append((begin, max(before, address + size - begin)))
+        else:
+            found.append((address, size))
+    return found
 
 
 def with_small_memory(config: UndercroftConfig, given: Mapping[str, Any], block_bytes: int) -> UndercroftConfig:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from undercroft.embed.memory import merged
+
 if TYPE_CHECKING:
     import torch
 
@@ -79,7 +81,8 @@ class Pool:
         own = getattr(self.host_pool, "kv_buffer", None)
         found += own if isinstance(own, (list, tuple)) else [own]
         spans = {(one.data_ptr(), one.nbytes) for one in found if one is not None and one.nbytes}
-        return _merged(spans)
+        # K and V may be views of one tensor.
+        return merged(spans)
 
     def addresses(self, host_indices: torch.Tensor) -> npt.NDArray[np.int64]:
         """The address of each part of each page, of shape (pages, parts)."""
@@ -117,15 +120,3 @@ def _all_in(regions: list[tuple[int, int]], addresses: list[int], sizes: tuple[i
         any(begin <= address and address + size <= begin + length for begin, length in regions)
         for address, size in zip(addresses, sizes, strict=True)
     )
-
-
-def _merged(spans: set[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans, those that overlap or touch as one: K and V may be views of one tensor."""
-    merged: list[tuple[int, int]] = []
-    for address, size in sorted(spans):
-        if merged and address <= sum(merged[-1]):
-            begin, before = merged.pop()
-            merged.append((begin, max(before, address + size - begin)))
-        else:
-            merged.append((address, size))
-    return merged
