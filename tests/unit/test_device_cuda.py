@@ -19,7 +19,7 @@ from undercroft._core import Arena
 from undercroft.device.api import Ended, Job
 from undercroft.device.cuda import STRATEGIES, CudaCopier, join, split
 from undercroft.device.lane import Lane, Lanes
-from undercroft.device.layout import SUPPORTED_LAYOUTS, GroupCopy
+from undercroft.device.layout import SUPPORTED_LAYOUTS, DeviceLayout, GroupCopy, GroupLayout
 from undercroft.device.synthetic import SyntheticCache, synthetic_cache
 from undercroft.log import logger
 
@@ -539,6 +539,31 @@ def test_pieces_are_joined_and_split() -> None:
         (218, 24, 3),
         (300, 16, 8),
     ]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_layers_whose_pages_lie_at_other_distances_from_block_to_block(strategy: str) -> None:
+    """As where the pages of one layer of a group lie between those of another group."""
+    blocks, page = 5, 512
+    memory = torch.randint(-128, 128, (blocks * 3 * page,), dtype=torch.int8)
+    near, far = memory[: blocks * page].view(blocks, page), memory[blocks * page :].view(blocks, 2 * page)[:, :page]
+    expected = [torch.cat([near[block], far[block]]).numpy().tobytes() for block in range(blocks)]
+    addresses, strides = np.array([near.data_ptr(), far.data_ptr()]), np.array([page, 2 * page])
+    sizes, places = np.full(2, page), np.array([0, page])
+    group = GroupLayout(0, blocks, addresses, strides, sizes, places, 2 * page)
+    layout, arena, streams = DeviceLayout(memory.device, {0: group}, (memory,)), Arena.create(ARENA), ManualStreams(0)
+    lanes = Lanes.make(streams, 8 * page, 100, lambda name: AtOnceExecutor())
+    copier = CudaCopier(layout, arena, 0, lanes, None, strategy=strategy)
+    ids, slots = np.array([1, 4, 2]), np.array([0, 4096, 8192])
+    copier.submit(True, [Job(1, [GroupCopy(0, ids, slots)])])
+    streams.settle()
+    assert [ctypes.string_at(arena.address + int(slot), 2 * page) for slot in slots] == [expected[i] for i in ids]
+    memory.zero_()
+    copier.submit(False, [Job(2, [GroupCopy(0, ids, slots)])])
+    streams.settle()
+    found = [torch.cat([near[block], far[block]]).numpy().tobytes() for block in range(blocks)]
+    assert found == [expected[block] if block in ids else bytes(2 * page) for block in range(blocks)]
+    assert [ended.ok for ended in copier.poll()] == [True, True]
 
 
 def test_an_unknown_strategy_is_refused() -> None:

@@ -42,8 +42,8 @@ class CudaStreams:
 
     def create(self, *, urgent: bool = False) -> torch.cuda.Stream:
         """See `Streams.create`. Raises RuntimeError if the driver makes none."""
-        # PyTorch hands out each of its 32 streams again and again, also to the model. A stream of our own is nobody
-        # else's. It is never destroyed: lanes live as long as the process.
+        # PyTorch hands out each of its 32 streams again and again, also to the model. The driver's are ours alone.
+        # They are never destroyed: lanes last as long as the process.
         with torch.cuda.device(self._device):
             handle = driver.make_stream(driver.load(), _URGENT if urgent else _LIKE_THE_MODEL)
         return torch.cuda.ExternalStream(handle, self._device)

@@ -56,7 +56,7 @@ class Streams(Protocol):
     ) -> None:
         """Queue copies of bytes between host and device: parallel int64 arrays of addresses and sizes.
 
-        ``fixed``: nobody writes the sources until the copies have run, so the device may read them at once, before
+        ``fixed``: the sources do not change until the copies have run, so the device may read them at once, before
         earlier work of the stream.
         """
 

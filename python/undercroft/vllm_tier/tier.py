@@ -122,7 +122,7 @@ class UndercroftTier(SecondaryTierManager):
             self._cache.add_region((self._address, size))
 
     def _why_off(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, offloading_config: Any) -> str | None:
-        # vLLM keeps a memory of its own on each host, or with external_launcher for each rank, and tells nobody.
+        # vLLM has a memory of its own on each host, or with external_launcher for each rank, and does not check this.
         reason = why_ranks_are_apart(vllm_config.parallel_config)
         reason = reason or why_prefixes_are_not_reusable(vllm_config, kv_cache_config)
         if reason is not None:
