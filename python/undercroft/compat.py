@@ -66,6 +66,7 @@ __all__ = [
     "hash_lookahead_tokens",
     "hash_seed",
     "hashes_adapters",
+    "host_tier",
     "hosts",
     "keeps_states",
     "layer_specs",
@@ -160,13 +161,17 @@ def device_hit_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int
     return int(max(0, hit - bool(manager.use_eagle)) * size)
 
 
-def free_chunks(offloading_connector: Any) -> int | None:
-    """Chunks for which the host memory of vLLM's offloading has room now, or could make some; None if unknown."""
+def host_tier(offloading_connector: Any) -> Any:
+    """The host memory of vLLM's offloading, as far as it is the one known here; None otherwise."""
     manager = getattr(getattr(offloading_connector, "connector_scheduler", None), "manager", None)
     primary = getattr(manager, "primary_tier", None)
-    evictable = getattr(primary, "_num_evictable_cache_chunks", None)
-    free = getattr(primary, "_get_num_free_chunks", None)
-    return None if evictable is None or free is None else int(free()) + int(evictable)
+    is_known = all(hasattr(primary, name) for name in ("lookup", "_get_num_free_chunks", "_num_evictable_cache_chunks"))
+    return primary if is_known else None
+
+
+def free_chunks(host: Any) -> int:
+    """Chunks for which a `host_tier` has room now, or could make some."""
+    return int(host._get_num_free_chunks()) + int(host._num_evictable_cache_chunks)
 
 
 def provisional_tokens(kv_cache_manager: KVCacheManager) -> int:

@@ -71,33 +71,48 @@ def place_of(made: Chunks, chunk: bytes, end: int | None) -> Place | None:
     return made.place(chunk, end, [chunk[:-4]] * 16)
 
 
+HASHES = [number.to_bytes(32, "big") for number in range(1, 33)]
+
+
+def served(made: Chunks, boundary: int, begin: int = 0) -> dict[int, list[int]]:
+    """By engine group, the blocks of a hit, each with vLLM's key of it."""
+    keys = {key(group, end // HASH): end for group in range(4) for end in range(HASH, 33 * HASH, HASH)}
+    context = SimpleNamespace(get_offload_key_position=keys.get)
+    found: dict[int, list[int]] = {}
+    for one, place in made.served(context, HASHES, begin, boundary).items():
+        assert made.place(one, keys[one], HASHES) == place
+        found.setdefault(place.engine_group, []).append(place.number)
+    return found
+
+
 def test_a_chunk_of_several_blocks_is_one_block_of_the_engine() -> None:
     made = chunks([full()], per_chunk=4)
     assert made.groups.engine_block_size == 64
     assert made.registration() == [Group((ROW,), "full", 64)]
-    assert place_of(made, key(0), 128) == Place(0, 1)
+    assert place_of(made, key(0), 128) == Place(0, 1, 128)
     assert place_of(made, key(0), 96) is None, "the beginning of a chunk at a prompt's end"
     assert place_of(made, key(1), 128) is None
     assert place_of(made, key(0), None) is None
-    assert [made.serves(Place(0, number), 128) for number in range(3)] == [True, True, False]
+    assert served(made, 128) == {0: [0, 1]}
+    assert served(made, 127) == {0: [0]}
+    assert served(made, 256, begin=64) == {0: [1, 2, 3]}
 
 
 def test_a_hit_has_as_many_chunks_of_a_window_as_vllm_asks_for() -> None:
     for size, wanted in ((16, 1), (17, 2), (32, 2), (33, 3), (40, 3)):
         made = chunks([full(), window(size)])
-        served = [number for number in range(12) if made.serves(Place(1, number), 160)]
-        assert served == list(range(10 - wanted, 10)), size
+        assert served(made, 160) == {0: [*range(10)], 1: [*range(10 - wanted, 10)]}, size
     # vLLM's lookup knows no chunks of attention: it wants whole ones before the hit's end.
     spec = ChunkedLocalAttentionSpec(
         block_size=HASH, num_kv_heads=1, head_size=8, dtype=torch.float32, attention_chunk_size=48
     )
     made = chunks([full(), spec])
-    assert [number for number in range(12) if made.serves(Place(1, number), 160)] == [7, 8, 9]
+    assert served(made, 160)[1] == [7, 8, 9]
 
 
 def test_a_hit_has_the_state_at_its_end_only() -> None:
     made = chunks([full(), state()])
-    assert [number for number in range(12) if made.serves(Place(1, number), 160)] == [9]
+    assert served(made, 160)[1] == [9]
 
 
 def test_chunks_of_different_sizes_meet_in_blocks_of_the_engine() -> None:
@@ -109,20 +124,20 @@ def test_chunks_of_different_sizes_meet_in_blocks_of_the_engine() -> None:
         (1, 0, 32),
     ]
     places = [place_of(made, key(0), end) for end in (16, 32, 48, 64)]
-    assert places == [Place(0, 0), Place(1, 0), Place(0, 1), Place(1, 1)]
+    assert places == [Place(0, 0, 16), Place(1, 0, 32), Place(0, 1, 48), Place(1, 1, 64)]
     hashes = [number.to_bytes(32, "big") for number in range(1, 5)]
     for end, place in zip((16, 32, 48, 64), places, strict=True):
         assert place is not None
-        assert made.end(place) == end
+        assert made.at(place.engine_group, place.number) == place
         assert made.key(place, hashes) == key(0, end // HASH)
-    assert made.key(Place(2, 1), hashes) == key(1, 4)
-    assert made.key(Place(2, 2), hashes) is None
+    assert made.key(made.at(2, 1), hashes) == key(1, 4)
+    assert made.key(made.at(2, 2), hashes) is None
 
 
 def test_a_key_that_is_not_the_prompts_is_no_block() -> None:
     made = chunks([full()])
     hashes = [number.to_bytes(32, "big") for number in range(1, 5)]
-    assert made.place(key(0, 2), 32, hashes) == Place(0, 1)
+    assert made.place(key(0, 2), 32, hashes) == Place(0, 1, 32)
     assert made.place(key(0, 3), 32, hashes) is None, "a hash that looks ahead, of other tokens"
     assert made.place(key(0, 5), 80, hashes) is None, "the prompt has no such hash yet"
 
@@ -131,8 +146,8 @@ def test_groups_that_are_not_offloaded_are_left_out() -> None:
     made = chunks([state(), full(), state()], offloaded=[1, 2])
     assert [group.kind for group in made.registration()] == ["full", "state"]
     assert place_of(made, key(0), 32) is None
-    assert place_of(made, key(1), 32) == Place(0, 1)
-    assert place_of(made, key(2), 32) == Place(1, 1)
+    assert place_of(made, key(1), 32) == Place(0, 1, 32)
+    assert place_of(made, key(2), 32) == Place(1, 1, 32)
 
 
 def test_a_hit_is_no_longer_than_vllms_memory() -> None:
@@ -143,9 +158,11 @@ def test_a_hit_is_no_longer_than_vllms_memory() -> None:
 
 
 def test_rows_are_blocks_in_ascending_order() -> None:
-    [first, second] = Chunks.blocks([Place(0, 3), Place(1, 7), Place(0, 1)], [100, 200, 300])
+    places = [Place(0, 3, 64), Place(1, 7, 128), Place(0, 1, 32)]
+    [first, second] = Chunks.blocks(places, [100, 200, 300])
     assert (first.group, first.numbers.tolist(), first.addresses.tolist()) == (0, [1, 3], [300, 100])
     assert (second.group, second.numbers.tolist(), second.addresses.tolist()) == (1, [7], [200])
+    assert Chunks.blocks([], []) == []
 
 
 def test_a_group_that_is_not_known_turns_the_tier_off() -> None:

@@ -78,9 +78,10 @@ class TierInSuite(UndercroftTier):
             if key not in self._keys_seen:
                 self._keys_seen.append(key)
                 self._hashes.append(hashlib.sha256(key).digest())
-            context.set_offload_key_position(key, TOKENS * (self._keys_seen.index(key) + 1))
+        for number, key in enumerate(self._keys_seen, 1):
+            context.set_offload_key_position(key, TOKENS * number)
         assert self._prompts is not None
-        if self._prompts.get(context.req_id) is None:
+        if self._prompts.known.get(context.req_id) is None:
             self.arrives(Keys(context.req_id, self._keys_seen, self._hashes))  # type: ignore[arg-type]
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

@@ -61,6 +61,8 @@ class Cache:
         self.session = session
         self._owns_engine = owns_engine
         self._groups = tuple(groups)
+        self._parts = [np.asarray(group.parts, dtype=np.int64) for group in groups]
+        """By group, the sizes of a block's parts."""
         self._block_tokens = block_tokens
         self._lock = threading.Lock()
         self._log_once = LogOnce()
@@ -252,7 +254,8 @@ class Cache:
     def poll(self) -> list[Job]:
         """The loads and saves that have ended since the last call, but not those of `load` and `save`."""
         with self._lock:
-            self._advance()
+            if self._copying or self._granting or self._waiting:
+                self._advance()
             ended, self._ended = self._ended, []
             return ended
 
@@ -375,29 +378,30 @@ class Cache:
         by_group = {one.group: one for one in job.blocks}
         for extent in extents:
             offsets = np.frombuffer(extent.offsets, dtype="<i8")
-            (used,) = np.nonzero(offsets >= 0)
-            numbers = extent.first_block + used
-            own = by_group.get(extent.group)
-            have = np.empty(0, np.int64) if own is None else own.numbers
-            at = np.searchsorted(have, numbers)
-            is_own = at < len(have)
-            is_own[is_own] = have[at[is_own]] == numbers[is_own]
-            if not is_own.all() and not job.is_load:
-                lacking[extent.group] = lacking.get(extent.group, frozenset()).union(numbers[~is_own].tolist())
-            if own is None:
+            (used,) = (offsets >= 0).nonzero()
+            numbers, own = used + extent.first_block, by_group.get(extent.group)
+            if own is None or not len(own.numbers):
+                if not job.is_load and len(numbers):
+                    lacking[extent.group] = lacking.get(extent.group, frozenset()).union(numbers.tolist())
                 continue
-            parts = np.asarray(self._groups[extent.group].parts, dtype=np.int64)
-            begins = np.cumsum(parts) - parts
-            found[0].append(own.addresses[at[is_own]].reshape(-1))
-            found[1].append((offsets[used[is_own]][:, None] + begins).reshape(-1))
-            found[2].append(np.tile(parts, int(is_own.sum())))
-            job._piece.setdefault(extent.group, []).extend(numbers[is_own].tolist())
+            at = own.numbers.searchsorted(numbers)
+            at[at == len(own.numbers)] = 0
+            is_own = own.numbers[at] == numbers
+            if not is_own.all():
+                if not job.is_load:
+                    lacking[extent.group] = lacking.get(extent.group, frozenset()).union(numbers[~is_own].tolist())
+                used, numbers, at = used[is_own], numbers[is_own], at[is_own]
+            parts = self._parts[extent.group]
+            found[0].append(own.addresses[at].reshape(-1))
+            found[1].append((offsets[used][:, None] + (parts.cumsum() - parts)).reshape(-1))
+            found[2].append(np.broadcast_to(parts, (len(used), len(parts))).reshape(-1))
+            job._piece.setdefault(extent.group, []).extend(numbers.tolist())
         if lacking:
             # Nothing after the first block that is lacking can be saved.
             job.lacks, job._piece = lacking, {}
             job._limit = min(min(numbers) * self._tokens(group) for group, numbers in lacking.items())
             return None
-        return [np.concatenate(one) if one else np.empty(0, np.int64) for one in found]
+        return [one[0] if len(one) == 1 else np.concatenate(one or [np.empty(0, np.int64)]) for one in found]
 
     def _copied(self, job: Job, *, ok: bool, is_shorter: bool = False) -> None:
         """A transfer of a job has ended, or could not begin. ``is_shorter``: the save asks again with a lower limit."""
@@ -457,7 +461,7 @@ class Cache:
                 self._end(job)
 
     def _advance(self) -> None:
-        for grant in self.session.poll_saves():
+        for grant in self.session.poll_saves() if self._granting else ():
             if (job := self._granting.pop(grant.transfer_id, None)) is not None:
                 with self._or_miss(job):
                     self._granted(job, grant)
@@ -559,6 +563,8 @@ class Cache:
                 with self._or_miss(job):
                     self.session.end_transfer(transfer, False)
                     self._end(job)
+        if not self._waiting:
+            return
         late = [job for _, job in self._waiting if job._until <= now]
         self._waiting = deque(one for one in self._waiting if one[1]._until > now)
         for job in late:
@@ -566,26 +572,33 @@ class Cache:
 
     def _checked(self, blocks: Sequence[Blocks]) -> tuple[Blocks, ...]:
         """The blocks with their addresses in two dimensions. Raises ValueError for memory outside the regions."""
-        regions = self._regions
-        begins = np.asarray([begin for begin, _ in regions] or [0], dtype=np.int64)
-        ends = np.asarray([end for _, end in regions] or [0], dtype=np.int64)
-        checked = []
+        regions, checked = self._regions, []
         for one in blocks:
             if not 0 <= one.group < len(self._groups):
                 raise ValueError(f"group {one.group}; there are {len(self._groups)}")
-            parts = np.asarray(self._groups[one.group].parts, dtype=np.int64)
+            parts = self._parts[one.group]
             numbers = np.asarray(one.numbers, dtype=np.int64)
             addresses = np.asarray(one.addresses, dtype=np.int64).reshape(-1, len(parts))
-            if len(numbers) != len(addresses) or (len(numbers) and (numbers[0] < 0 or (np.diff(numbers) <= 0).any())):
+            if len(numbers) != len(addresses) or (
+                len(numbers) and (numbers[0] < 0 or (numbers[1:] <= numbers[:-1]).any())
+            ):
                 raise ValueError(
                     f"group {one.group}: {len(numbers)} numbers and {len(addresses)} addresses; they must be as many, "
                     "and the numbers ascend"
                 )
-            at = np.searchsorted(begins, addresses, side="right") - 1
-            if (at < 0).any() or (addresses + parts > ends[at]).any():
+            if len(numbers) and not _are_inside(regions, addresses, addresses + parts):
                 raise ValueError(f"group {one.group}: a block lies outside the regions; name them with add_region")
             checked.append(Blocks(one.group, numbers, addresses))
         return tuple(checked)
+
+
+def _are_inside(regions: list[tuple[int, int]], begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> bool:
+    """Whether all parts of blocks lie in regions, each in one."""
+    if len(regions) == 1:
+        return bool(begins.min() >= regions[0][0] and ends.max() <= regions[0][1])
+    of_regions = np.asarray(regions or [(0, 0)], dtype=np.int64)
+    at = of_regions[:, 0].searchsorted(begins, side="right") - 1
+    return bool((at >= 0).all() and (ends <= of_regions[at, 1]).all())
 
 
 def _least(begin: int, planned: bool) -> int:

@@ -67,6 +67,17 @@ def _show(connector: Any, tier: Any) -> None:
 
         return wrap
 
+    def wrap_question(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_num_new_matched_tokens(request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            try:
+                is_later = tier.is_asked(request, num_computed_tokens)
+            except Exception as error:
+                failed(OFFLOADING_TIERS, error)
+                is_later = False
+            return (None, False) if is_later else original(request, num_computed_tokens, *args, **kwargs)
+
+        return get_num_new_matched_tokens
+
     def wrap_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         def reset_cache(*args: Any, **kwargs: Any) -> Any:
             answer = original(*args, **kwargs)
@@ -81,7 +92,7 @@ def _show(connector: Any, tier: Any) -> None:
     tier.bind(connector)
     replace(
         (connector, "on_new_request", before(tier.arrives)),
-        (connector, "get_num_new_matched_tokens", before(tier.is_asked)),
+        (connector, "get_num_new_matched_tokens", wrap_question),
         (connector, "build_connector_meta", before(tier.is_scheduled)),
         (connector, "get_kv_connector_stats", before(tier.step_ends)),
         (connector, "reset_cache", wrap_reset),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,17 +14,28 @@ from undercroft.embed import Blocks, Group
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.base import ReqContext
 
 GROUP_BYTES = 4
 """A key is a block hash and, in so many bytes, the index of the KV cache group."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A chunk as a block of an engine group."""
 
     engine_group: int
     number: int
+    end: int
+    """Where the chunk ends, in tokens from the prompt's start."""
+
+
+class _Keyed(NamedTuple):
+    """The chunks of a KV cache group, as keys tell of them."""
+
+    tokens: int
+    """Of a chunk."""
+    engine_groups: list[int | None]
+    """Of each chunk of a hash block of the engine. None for chunks that are not kept."""
 
 
 class Chunks:
@@ -57,7 +67,17 @@ class Chunks:
             self.chunk_bytes = min(row_bytes, offloading_config.worker_kv_bytes_per_block * shards * per_chunk)
         self.engine_groups: list[EngineGroup] = [one for one in self.groups.engine_groups if one.block_tokens]
         """The groups that the engine knows, in its order."""
-        self._of = {(one.group, one.index): number for number, one in enumerate(self.engine_groups)}
+        self._places: list[list[Place]] = [[] for _ in self.engine_groups]
+        """By engine group, its blocks from a prompt's start, as far as a prompt has had them."""
+        self._suffixes = [_suffix(one.group) for one in self.engine_groups]
+        of = {(one.group, one.index): number for number, one in enumerate(self.engine_groups)}
+        self._keyed: dict[bytes, _Keyed] = {}
+        """By the end of a key."""
+        for group, size in enumerate(self.groups.block_tokens):
+            if size:
+                positions = range(max(1, self.groups.engine_block_size // size))
+                groups_of = [of.get((group, at)) for at in positions]
+                self._keyed[_suffix(group)] = _Keyed(size, groups_of)
 
     def registration(self) -> list[Group]:
         """The groups for `Cache.of`."""
@@ -71,53 +91,76 @@ class Chunks:
 
     def key(self, place: Place, block_hashes: Sequence[bytes]) -> bytes | None:
         """The key of a block. None if the prompt has no hash there."""
-        group = self.engine_groups[place.engine_group]
-        size = self.groups.block_tokens[group.group]
-        hashes = (group.position(place.number) + 1) * size // self.groups.hash_block_size
-        if hashes > len(block_hashes):
-            return None
-        return block_hashes[hashes - 1] + group.group.to_bytes(GROUP_BYTES, "big")
+        hashes = place.end // self.groups.hash_block_size
+        return block_hashes[hashes - 1] + self._suffixes[place.engine_group] if hashes <= len(block_hashes) else None
 
-    def end(self, place: Place) -> int:
-        """Where a chunk ends, in tokens from the prompt's start."""
-        group = self.engine_groups[place.engine_group]
-        return (group.position(place.number) + 1) * self.groups.block_tokens[group.group]
+    def at(self, engine_group: int, number: int) -> Place:
+        """The block of an engine group with a number."""
+        places, group = self._places[engine_group], self.engine_groups[engine_group]
+        while number >= len(places):
+            end = (group.position(len(places)) + 1) * self.groups.block_tokens[group.group]
+            places.append(Place(engine_group, len(places), end))
+        return places[number]
+
+    def keys_of_prefix(self, block_hashes: Sequence[bytes], begin: int) -> Iterator[tuple[bytes, int]]:
+        """The keys of the first group with full attention from token ``begin`` on, each with its chunk's end."""
+        for one in self.engine_groups:
+            if one.kind == "full":
+                suffix = _suffix(one.group)
+                tokens = self._keyed[suffix].tokens
+                step, first = tokens // self.groups.hash_block_size, begin // tokens + 1
+                for number, block_hash in enumerate(block_hashes[first * step - 1 :: step], first):
+                    yield block_hash + suffix, number * tokens
+                return
 
     def place(self, key: bytes, end: int | None, block_hashes: Sequence[bytes]) -> Place | None:
         """The block of a chunk that ends ``end`` tokens after the prompt's start. None for a chunk that is no block of
         the engine: of a group that is not kept, the beginning of a chunk at a prompt's end, or a key that is not the
         prompt's at this end."""
-        group = int.from_bytes(key[-GROUP_BYTES:], "big")
-        size = self.groups.block_tokens[group] if group < len(self.groups.block_tokens) else 0
-        if not size or not end or end % size:
+        keyed = self._keyed.get(key[-GROUP_BYTES:])
+        if keyed is None or not end or end % keyed.tokens:
             return None
-        per_block = self.groups.engine_block_size // size
-        number, index = divmod(end // size - 1, per_block)
-        engine_group = self._of.get((group, index))
+        number, index = divmod(end // keyed.tokens - 1, len(keyed.engine_groups))
+        engine_group = keyed.engine_groups[index]
         if engine_group is None:
             return None
-        place = Place(engine_group, number)
+        place = self.at(engine_group, number)
         return place if self.key(place, block_hashes) == key else None
 
-    def serves(self, place: Place, boundary: int) -> bool:
-        """Whether a hit of ``boundary`` tokens has this block."""
-        group = self.engine_groups[place.engine_group]
-        if group.kind == "full":
-            return (place.number + 1) * group.block_tokens <= boundary
-        return place.number in group.needed(boundary)
+    def served(
+        self, context: ReqContext, block_hashes: Sequence[bytes], begin: int, boundary: int
+    ) -> dict[bytes, Place]:
+        """The blocks that a hit of ``boundary`` tokens has after the first ``begin`` tokens, by vLLM's keys."""
+        found = {}
+        for number, group in enumerate(self.engine_groups):
+            size = group.block_tokens
+            needed = range(begin // size, boundary // size) if group.kind == "full" else group.needed(boundary)
+            for block in needed:
+                place = self.at(number, block)
+                key = self.key(place, block_hashes)
+                if key is not None and place.end > begin and context.get_offload_key_position(key) == place.end:
+                    found[key] = place
+        return found
 
     @staticmethod
     def blocks(places: Iterable[Place], addresses: Iterable[int]) -> list[Blocks]:
         """Rows with their blocks, for the cache."""
-        found: dict[int, dict[int, int]] = {}
+        found: dict[int, tuple[list[int], list[int]]] = {}
         for place, address in zip(places, addresses, strict=True):
-            found.setdefault(place.engine_group, {})[place.number] = address
+            numbers, at = found.setdefault(place.engine_group, ([], []))
+            numbers.append(place.number)
+            at.append(address)
         made = []
         for group, rows in found.items():
-            numbers = sorted(rows)
-            at = np.asarray([rows[number] for number in numbers], np.int64)
-            made.append(Blocks(group, np.asarray(numbers, np.int64), at))
+            of_numbers, of_addresses = np.asarray(rows, np.int64)
+            order = of_numbers.argsort()
+            made.append(Blocks(group, of_numbers[order], of_addresses[order]))
         return made
+
+
+def _suffix(group: int) -> bytes:
+    """The end of the keys of a KV cache group."""
+    return group.to_bytes(GROUP_BYTES, "big")
 
 
 def canonical_shards(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, offloading_config: Any) -> int:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from undercroft import request_params
+from vllm.v1.kv_offload.base import LookupResult
+
+from undercroft import compat, request_params
 from undercroft.connector.scheduler.steps import Steps
 from undercroft.request_params import LookupParams
 
 if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.request import Request
 
     from undercroft.config import UndercroftConfig
-    from undercroft.connector.groups import Groups
     from undercroft.connector.scheduler.shareable import Shareable
     from undercroft.embed import Cache
+    from undercroft.vllm_tier.chunks import Chunks, Place
 
 _TRIES_MAX = 3
 """Most questions about a prompt after loads that brought less than their lookups had found."""
@@ -24,6 +28,17 @@ _CROWDED_MAX_S = 1.0
 """Longest wait for room in vLLM's host memory. Afterwards the hit ends with the chunks that found room."""
 _WAIT_MAX_S = 60.0
 """Longest time for which vLLM is told to ask again, as in undercroft's connector."""
+_WALK_S = 0.05
+"""Time after which vLLM asks for each chunk of a waiting prompt again: its host memory may have them meanwhile."""
+_FINAL = frozenset(
+    (
+        *("complete", "never_seen", "evicted_host", "evicted_disk"),
+        *("lost", "incomplete", "other_identity", "no_boundary"),
+    )
+)
+"""Reasons of an answer for which a load of its hit leaves nothing more to find."""
+_BEYOND = 1 << 62
+"""More tokens than any prompt has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +47,8 @@ class Prompt:
 
     request: Request
     lookup: LookupParams
+    context: ReqContext | None = None
+    """vLLM's own notes about the request, among them where each chunk ends."""
     queued_behind: int = 0
     """See `Steps`."""
     uncomputed: int = 0
@@ -41,12 +58,22 @@ class Prompt:
     """The step in which the engine was last asked."""
     begin: int = 0
     """Tokens before the first block of the hit that was found last."""
+    limit: int = 0
+    """Where it ends at the latest, in tokens."""
     hit: int = 0
     """End of that hit, in tokens."""
     is_pending: bool = False
     """Whether the engine has not answered yet."""
     is_held: bool = False
     """Whether the blocks of the hit are kept in memory, for a load."""
+    served: dict[bytes, Place] = field(default_factory=dict)
+    """The chunks of a hit that is held, by vLLM's keys."""
+    has_room: bool = False
+    """Whether vLLM's host memory had room for all of them in this step."""
+    known_end: int = _BEYOND
+    """After so many tokens there are no blocks, as the last hit's answer said; until the prompt runs."""
+    walked_at: float = 0.0
+    """Time at which vLLM last asked for the prompt's chunks."""
     tries: int = 0
     asked_at: float | None = None
     """Time at which vLLM asked first (seconds of a monotonic clock) since the prompt last ran."""
@@ -60,43 +87,52 @@ class Prompts:
     """The prompts of one vLLM."""
 
     def __init__(
-        self, cache: Cache, groups: Groups, shareable: Shareable, config: UndercroftConfig, most_tokens: int
+        self, cache: Cache, chunks: Chunks, shareable: Shareable, config: UndercroftConfig, most_tokens: int
     ) -> None:
         """``most_tokens``: tokens of the longest hit that vLLM's host memory holds."""
-        self._cache, self._groups, self._shareable, self._config = cache, groups, shareable, config
+        self._cache, self._chunks, self._groups = cache, chunks, chunks.groups
+        self._shareable, self._config = shareable, config
         self._most_tokens = most_tokens
         self.steps = Steps(cache.session)
-        self._known: dict[str, Prompt] = {}
-        self._step = 0
+        self._lookup = request_params.of_request(None, config)
+        self.known: dict[str, Prompt] = {}
+        """The requests that have not finished, by name."""
+        self.step = 0
+        """Number of passes of the scheduler."""
+        self.host: Any = None
+        """See `compat.host_tier`."""
         self.landed = 0
         """Chunks in vLLM's host memory that wait for their prompts to run. Other chunks must not take their room."""
 
     def add(self, request: Request) -> Prompt:
         """A request has arrived."""
-        try:
-            lookup = request_params.of_request(request.kv_transfer_params, self._config)
-        except request_params.InvalidParameterError:
-            lookup = request_params.of_request(None, self._config)
-        prompt = self._known[request.request_id] = Prompt(request, lookup)
+        lookup = self._lookup
+        if request.kv_transfer_params:
+            with contextlib.suppress(request_params.InvalidParameterError):
+                lookup = request_params.of_request(request.kv_transfer_params, self._config)
+        prompt = self.known[request.request_id] = Prompt(request, lookup)
         self.steps.arrived(prompt)
         return prompt
 
-    def get(self, request_id: str) -> Prompt | None:
-        """The prompt of a request that has not finished."""
-        return self._known.get(request_id)
-
-    def prefetch(self, prompt: Prompt, computed: int) -> None:
-        """Start the reads of a prompt that has arrived."""
+    def prefetch(self, prompt: Prompt, computed: int, context: ReqContext) -> None:
+        """Start the reads of a prompt that has arrived, of which the device has ``computed`` tokens."""
         request, limit = prompt.request, self._shareable.limit(prompt.request)
         if not self._config.early_prefetch or request.resumable or request.skip_reading_prefix_cache:
             return
         if limit <= computed or request_params.is_brought(request.kv_transfer_params):
             return
+        begin = computed
+        for key, end in self._chunks.keys_of_prefix(request.block_hashes, computed) if self.host is not None else ():
+            if self.host.lookup(key, context) is LookupResult.MISS:
+                break
+            begin = end
+        if limit <= begin:
+            return
         lookup = prompt.lookup
         self._cache.session.prefetch(
             request.request_id,
             self.chain(prompt),
-            computed,
+            begin,
             limit,
             lookup.wait_ms,
             0,
@@ -108,37 +144,61 @@ class Prompts:
         """The hashes of the engine's blocks, as far as the prompt has them now."""
         return self._groups.hashes(prompt.request.block_hashes)
 
+    def is_later(self, prompt: Prompt) -> bool:
+        """Whether the answer to each question of vLLM about a prompt's chunks is still "later", as it was before."""
+        if not prompt.is_pending or time.monotonic() - prompt.walked_at > _WALK_S:
+            return False
+        if prompt.step != self.step:
+            prompt.step = self.step
+            self._ask(prompt)
+        return prompt.is_pending
+
     def look(self, prompt: Prompt, begin: int) -> None:
         """Let the prompt have its answer for this step. ``begin``: tokens before the first chunk that vLLM lacks."""
-        if prompt.step == self._step:
-            return
-        prompt.step = self._step
-        now = time.monotonic()
+        prompt.step = self.step
+        now = prompt.walked_at = time.monotonic()
         if prompt.asked_at is None:
             prompt.asked_at = now
         late = now - prompt.asked_at > _WAIT_MAX_S or prompt.tries > _TRIES_MAX
         if prompt.is_held and not late:
+            prompt.has_room = self.finds_room(len(prompt.served))
             return
         prompt.begin = begin // self._groups.engine_block_size * self._groups.engine_block_size
         # A longer hit would evict its own beginning from vLLM's host memory.
-        limit = min(self._shareable.limit(prompt.request), self._groups.align(prompt.computed) + self._most_tokens)
-        if late or limit <= prompt.begin:
+        most = self._groups.align(prompt.computed) + self._most_tokens
+        prompt.limit = min(self._shareable.limit(prompt.request), most)
+        if late or prompt.limit <= prompt.begin:
             self.drop(prompt)
-            return
-        lookup = prompt.lookup
+        else:
+            self._ask(prompt)
+
+    def _ask(self, prompt: Prompt) -> None:
+        """Ask the engine."""
+        lookup, name = prompt.lookup, prompt.request.request_id
         found = self._cache.session.lookup(
-            prompt.request.request_id,
+            name,
             self.chain(prompt),
             prompt.begin,
-            limit,
+            prompt.limit,
             lookup.wait_ms,
             0,
             lookup.planned,
             self.steps.queued(prompt),
         )
         prompt.is_pending = found.pending
+        if found.pending:
+            return
         prompt.hit = found.tokens
-        prompt.is_held = not found.pending and found.tokens > prompt.begin
+        prompt.is_held = found.tokens > prompt.begin
+        if prompt.is_held and prompt.context is not None:
+            prompt.served = self._chunks.served(prompt.context, prompt.request.block_hashes, prompt.begin, prompt.hit)
+            prompt.has_room = self.finds_room(len(prompt.served))
+            rest = self._cache.session.rest(name)
+            prompt.known_end = prompt.hit if rest is not None and rest[0] in _FINAL else _BEYOND
+
+    def finds_room(self, chunks: int) -> bool:
+        """Whether vLLM's host memory has room for chunks without those that wait for their prompts."""
+        return self.host is None or compat.free_chunks(self.host) - self.landed >= chunks
 
     @staticmethod
     def may_wait(prompt: Prompt) -> bool:
@@ -150,12 +210,12 @@ class Prompts:
 
     def loads(self, prompt: Prompt) -> None:
         """A load takes over the blocks of the hit."""
-        prompt.is_held = False
+        prompt.is_held, prompt.served = False, {}
 
     def has_loaded(self, prompt: Prompt, count: int, *, whole: bool) -> None:
         """A load has ended and has brought ``count`` chunks."""
         prompt.tries += not whole
-        if self._known.get(prompt.request.request_id) is prompt:
+        if self.known.get(prompt.request.request_id) is prompt:
             prompt.landed += count
             self.landed += count
 
@@ -163,7 +223,7 @@ class Prompts:
         """Keep no blocks for a prompt any more: it runs, or nothing more is wanted."""
         self._cache.session.end_lookup(prompt.request.request_id)
         prompt.is_held = prompt.is_pending = False
-        prompt.hit = 0
+        prompt.hit, prompt.served = 0, {}
 
     def _leave(self, prompt: Prompt) -> None:
         """The chunks that have landed for a prompt are in use, or not wanted any more."""
@@ -172,15 +232,15 @@ class Prompts:
 
     def runs(self, request_id: str) -> None:
         """A step runs a request, or has preempted it: its next lookup is another one."""
-        prompt = self._known.get(request_id)
+        prompt = self.known.get(request_id)
         if prompt is not None and prompt.asked_at is not None:
             self.drop(prompt)
             self._leave(prompt)
-            prompt.asked_at, prompt.crowded_at, prompt.tries = None, None, 0
+            prompt.asked_at, prompt.crowded_at, prompt.tries, prompt.known_end = None, None, 0, _BEYOND
 
     def finished(self, request_id: str) -> None:
         """A request has finished, and all its loads and saves have begun."""
-        prompt = self._known.pop(request_id, None)
+        prompt = self.known.pop(request_id, None)
         if prompt is not None:
             self._leave(prompt)
             self.steps.gone(prompt)
@@ -188,10 +248,11 @@ class Prompts:
 
     def step_ends(self) -> None:
         """The scheduler's pass has ended: pending answers are asked for again in the next one."""
-        self._step += 1
+        self.step += 1
 
     def forget_all(self) -> None:
         """A reset: no hit that was found is valid any more."""
-        for prompt in self._known.values():
+        for prompt in self.known.values():
             self.drop(prompt)
             self._leave(prompt)
+            prompt.known_end = _BEYOND

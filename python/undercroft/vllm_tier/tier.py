@@ -21,7 +21,7 @@ from undercroft.connector.kv_origin import KvOrigin
 from undercroft.connector.observe.stats import EngineStats
 from undercroft.connector.resets import Resets, drop_namespace
 from undercroft.connector.scheduler.shareable import Shareable
-from undercroft.embed import Cache, Job
+from undercroft.embed import Blocks, Cache, Job
 from undercroft.engine import open_engine, start_line, whose
 from undercroft.errors import ConfigError
 from undercroft.identity import start as identity
@@ -49,6 +49,8 @@ _LACKING_MAX = 64
 """Most saves that wait for the next step to be tried again with their prefixes."""
 _SAVE_S = 5.0
 """Longest time for which vLLM's host memory keeps chunks for a save that finds no room in undercroft's."""
+_BEYOND = 1 << 62
+"""More tokens than any prompt has."""
 _SAVES_SHARE = 0.25
 """Share of vLLM's host memory that saves may keep while they wait."""
 
@@ -165,7 +167,7 @@ class UndercroftTier(SecondaryTierManager):
         )
         naming.digests.save()
         shareable = Shareable(groups, unique_uuids=config.unique_media_uuids)
-        self._prompts = Prompts(cache, groups, shareable, config, self._chunks.most_tokens(self._rows_count))
+        self._prompts = Prompts(cache, self._chunks, shareable, config, self._chunks.most_tokens(self._rows_count))
         self._shareable = shareable
         self._resets = Resets(self, config.reset_with_prefix_cache)
         self._stats = EngineStats(engine, tokens_in=partial(capacity.tokens_in, groups=registered))
@@ -196,6 +198,8 @@ class UndercroftTier(SecondaryTierManager):
     def bind(self, connector: Any) -> None:
         """The connector that has this tier."""
         self._connector = connector
+        if self._prompts is not None:
+            self._prompts.host = compat.host_tier(connector)
 
     def arrives(self, request: Request) -> None:
         """A request arrives; `on_new_request` follows."""
@@ -206,14 +210,17 @@ class UndercroftTier(SecondaryTierManager):
         if self._prompts is not None:
             self._prompts.add(request)
 
-    def is_asked(self, request: Request, num_computed_tokens: int) -> None:
-        """vLLM's scheduler asks how much of a prompt can be loaded."""
-        if self._prompts is None:
-            return
-        prompt = self._prompts.get(request.request_id)
-        if prompt is not None:
-            prompt.computed = num_computed_tokens
-            self._prompts.steps.computed(prompt, num_computed_tokens)
+    def is_asked(self, request: Request, num_computed_tokens: int) -> bool:
+        """vLLM's scheduler asks how much of a prompt can be loaded. Returns whether it must ask later in any case, so
+        that vLLM need not ask for each chunk."""
+        prompt = self._prompts.known.get(request.request_id) if self._prompts is not None else None
+        if self._prompts is None or prompt is None:
+            return False
+        if prompt.computed == num_computed_tokens:
+            return self._prompts.is_later(prompt)
+        prompt.computed = num_computed_tokens
+        self._prompts.steps.computed(prompt, num_computed_tokens)
+        return False
 
     def is_scheduled(self, scheduler_output: SchedulerOutput) -> None:
         """A step is scheduled."""
@@ -272,13 +279,13 @@ class UndercroftTier(SecondaryTierManager):
     @fail_open(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Start the reads for a request that has arrived."""
-        prompt = self._prompts.get(req_context.req_id) if self._prompts is not None else None
+        prompt = self._prompts.known.get(req_context.req_id) if self._prompts is not None else None
         if self._prompts is None or prompt is None:
             return RequestOffloadingContext()
         if req_context.load_tier_filter.allows(self.medium, self.locality):
             manager = getattr(self._connector, "_kv_cache_manager", None)
             local = compat.device_hit_tokens(manager, prompt.request) if manager is not None else 0
-            self._prompts.prefetch(prompt, local)
+            self._prompts.prefetch(prompt, local, req_context)
         return RequestOffloadingContext()
 
     @fail_open(nothing)
@@ -287,33 +294,36 @@ class UndercroftTier(SecondaryTierManager):
         if self._prompts is not None:
             self._prompts.finished(req_context.req_id)
 
-    @fail_open(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether a chunk can be loaded. "Later" while its bytes are read."""
-        prompt = self._prompts.get(req_context.req_id) if self._prompts is not None else None
-        if self._prompts is None or prompt is None:
+        # vLLM asks for each chunk of a prompt, so this does little but at the first one of a step.
+        prompts = self._prompts
+        prompt = prompts.known.get(req_context.req_id) if prompts is not None else None
+        if prompts is None or prompt is None:
             return LookupResult.MISS
-        end = req_context.get_offload_key_position(key)
-        place = self._chunks.place(key, end, prompt.request.block_hashes)
-        if place is None or end is None:
+        if prompt.step != prompts.step and not self._looks(prompt, key, req_context):
             return LookupResult.MISS
-        group = self._chunks.engine_groups[place.engine_group]
-        first = max(prompt.computed, end - group.block_tokens) if group.kind == "full" else prompt.computed
-        self._prompts.look(prompt, first)
         if prompt.is_pending:
             return LookupResult.RETRY
-        if not prompt.is_held or end <= prompt.begin or not self._chunks.serves(place, prompt.hit):
+        if key not in prompt.served:
             return LookupResult.MISS
-        if self._has_room():
+        if prompt.has_room or prompts.finds_room(1):
             return LookupResult.HIT
         # After this answer vLLM would have no place for the chunk, and would take it for a miss.
-        return LookupResult.RETRY if self._prompts.may_wait(prompt) else LookupResult.MISS
+        return LookupResult.RETRY if prompts.may_wait(prompt) else LookupResult.MISS
 
-    def _has_room(self) -> bool:
-        """Whether vLLM's host memory has room for a chunk without those that wait for their prompts."""
+    @fail_open(bool)
+    def _looks(self, prompt: Prompt, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Let a prompt have its answer for this step. Returns False if the chunk of the question is in no answer."""
         assert self._prompts is not None
-        room = compat.free_chunks(self._connector)
-        return room is None or room > self._prompts.landed
+        place = self._chunks.place(key, req_context.get_offload_key_position(key), prompt.request.block_hashes)
+        if place is None or place.end > prompt.known_end:
+            return False
+        group = self._chunks.engine_groups[place.engine_group]
+        prompt.context = req_context
+        is_full = group.kind == "full"
+        self._prompts.look(prompt, max(prompt.computed, place.end - group.block_tokens) if is_full else prompt.computed)
+        return True
 
     # Jobs
 
@@ -326,53 +336,39 @@ class UndercroftTier(SecondaryTierManager):
         self._submit(job_metadata, self._prompt(job_metadata), self._begin_save)
 
     def _prompt(self, job: TransferJob) -> Prompt | None:
-        return self._prompts.get(job.req_context.req_id) if self._prompts is not None else None
+        return self._prompts.known.get(job.req_context.req_id) if self._prompts is not None else None
 
-    def _submit(
-        self,
-        job: TransferJob,
-        prompt: Prompt | None,
-        begin: Callable[[Prompt, dict[OffloadKey, Place], TransferJob], Job],
-    ) -> None:
+    def _submit(self, job: TransferJob, prompt: Prompt | None, begin: Callable[[Prompt, list[Blocks]], Job]) -> None:
         try:
             if self._cache is None or prompt is None:
                 self._ended.append(JobResult(job.job_id, False))
                 return
-            places = {}
-            for key in job.keys:
-                end = job.req_context.get_offload_key_position(key)
-                place = self._chunks.place(key, end, prompt.request.block_hashes)
-                if place is not None:
+            most = _BEYOND if job.is_promotion else self._shareable.tokens(prompt.request)
+            end_of, hashes = job.req_context.get_offload_key_position, prompt.request.block_hashes
+            known, places, addresses = prompt.served, {}, []
+            for key, row in zip(job.keys, job.chunk_ids.tolist(), strict=True):
+                place = known.get(key) or self._chunks.place(key, end_of(key), hashes)
+                if place is not None and place.end <= most:
                     places[key] = place
-            begun = begin(prompt, places, job)
+                    addresses.append(self._address + row * self.block_size_bytes)
+            begun = begin(prompt, Chunks.blocks(places.values(), addresses))
             self._jobs[id(begun)] = _Begun(job, begun, prompt, places)
         except Exception as error:
             self._report("submit", error)
             self._ended.append(JobResult(job.job_id, False))
 
-    def _rows(self, job: TransferJob, places: dict[OffloadKey, Place]) -> Any:
-        rows = dict(zip(job.keys, job.chunk_ids, strict=True))
-        addresses = (self._address + int(rows[key]) * self.block_size_bytes for key in places)
-        return Chunks.blocks(places.values(), addresses)
-
-    def _begin_load(self, prompt: Prompt, places: dict[OffloadKey, Place], job: TransferJob) -> Job:
+    def _begin_load(self, prompt: Prompt, blocks: list[Blocks]) -> Job:
         assert self._cache is not None and self._prompts is not None
         begin, end = prompt.begin, prompt.hit if prompt.is_held else 0
         self._prompts.loads(prompt)
         self.origin.loads()
-        return self._cache.begin_load(prompt.request.request_id, self._rows(job, places), begin=begin, end=end)
+        return self._cache.begin_load(prompt.request.request_id, blocks, begin=begin, end=end)
 
-    def _begin_save(self, prompt: Prompt, places: dict[OffloadKey, Place], job: TransferJob) -> Job:
+    def _begin_save(self, prompt: Prompt, blocks: list[Blocks]) -> Job:
         assert self._cache is not None and self._prompts is not None
-        most = self._shareable.tokens(prompt.request)
-        for key in list(places):
-            if (job.req_context.get_offload_key_position(key) or 0) > most:
-                del places[key]
         saving = sum(len(one.job.keys) for one in self._jobs.values() if not one.begun.is_load)
         may_wait = saving <= self._rows_count * _SAVES_SHARE
-        return self._cache.begin_save(
-            self._prompts.chain(prompt), self._rows(job, places), timeout_s=_SAVE_S if may_wait else 0.0
-        )
+        return self._cache.begin_save(self._prompts.chain(prompt), blocks, timeout_s=_SAVE_S if may_wait else 0.0)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """The jobs that have ended since the last call."""
@@ -387,7 +383,10 @@ class UndercroftTier(SecondaryTierManager):
 
     def _result(self, ended: Job) -> JobResult:
         job, _, prompt, places = self._jobs.pop(id(ended))
-        good = [key for key, place in places.items() if place.number in ended.done.get(place.engine_group, ())]
+        if ended.complete:
+            good = list(places)
+        else:
+            good = [key for key, place in places.items() if place.number in ended.done.get(place.engine_group, ())]
         whole = len(good) == (len(job.keys) if ended.is_load else len(places))
         if ended.is_load and self._prompts is not None:
             self._prompts.has_loaded(prompt, len(good), whole=whole)
@@ -414,9 +413,11 @@ class UndercroftTier(SecondaryTierManager):
 
         vLLM itself hands over a chunk only once, but the tier may have lost it, or have found no memory for it.
         """
+        if not self._lacking:
+            return
         lacking, self._lacking = self._lacking, deque(maxlen=_LACKING_MAX)
         for prompt, places, lacks in lacking:
-            missing = {Place(group, number) for group, numbers in lacks.items() for number in numbers}
+            missing = {self._chunks.at(group, number) for group, numbers in lacks.items() for number in numbers}
             context = ReqContext(req_id=f"{prompt.request.request_id} again {next(self._again)}")
             keys = self._keys(prompt, missing | places, context)
             if keys is None:
@@ -431,12 +432,12 @@ class UndercroftTier(SecondaryTierManager):
     def _keys(self, prompt: Prompt, places: set[Place], context: ReqContext) -> list[OffloadKey] | None:
         """The keys of blocks, whose ends are noted in the context. None if the prompt has no hash of one."""
         keys = []
-        for place in sorted(places, key=self._chunks.end):
+        for place in sorted(places, key=lambda place: place.end):
             key = self._chunks.key(place, prompt.request.block_hashes)
             if key is None:
                 return None
             keys.append(OffloadKey(key))
-            context.set_offload_key_position(keys[-1], self._chunks.end(place))
+            context.set_offload_key_position(keys[-1], place.end)
         return keys
 
     @fail_open(nothing)
