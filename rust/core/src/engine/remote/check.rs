@@ -15,8 +15,8 @@ impl Remote {
     /// The nodes that flights and puts lease.
     pub(in crate::engine) fn leases(&self) -> impl Iterator<Item = NodeId> {
         let of_flight = |flight: &super::Flight| {
-            let kept = flight.kept.iter().copied();
-            kept.chain([flight.lease]).collect::<Vec<_>>()
+            let kept = flight.held.kept.iter().copied();
+            kept.chain([flight.held.lease]).collect::<Vec<_>>()
         };
         let flights = self.flights.values().flat_map(of_flight);
         let puts = self.operations.values().flat_map(|of| match &of.operation {
@@ -81,7 +81,7 @@ impl Remote {
             windows == bytes,
             "windows {windows:?}, operations {bytes:?}"
         );
-        let held: u64 = self.flights.values().map(|flight| flight.bytes).sum();
+        let held: u64 = self.flights.values().map(|flight| flight.held.bytes).sum();
         ensure!(
             held == self.held,
             "flights hold {held}, counted {}",
@@ -90,17 +90,18 @@ impl Remote {
         for (id, flight) in &self.flights {
             let in_flight = gets.get(&id).copied().unwrap_or(0);
             ensure!(
-                flight.gets == in_flight,
+                flight.objects.gets == in_flight,
                 "{id:?} counts {} gets of {in_flight}",
-                flight.gets
+                flight.objects.gets
             );
             ensure!(!flight.is_unused(), "{id:?} without a request");
             ensure!(
-                flight.is_over != self.order.contains(&id),
+                flight.fate.is_over != self.order.contains(&id),
                 "{id:?} has ended and goes on"
             );
             ensure!(
-                flight.is_over || flight.instance == namespaces.instance(flight.ns),
+                flight.fate.is_over
+                    || flight.chain.instance == namespaces.instance(flight.chain.ns),
                 "{id:?} goes on although the life of its namespace has ended"
             );
             for waiter in &flight.waiters {

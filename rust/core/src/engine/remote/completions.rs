@@ -11,7 +11,9 @@ use super::super::ids::FlightId;
 use super::super::parts::EngineParts;
 use super::super::planner::RemoteRates;
 use super::gets::give_up_payloads;
+use super::pieces::{Piece, last_of, of_boundary};
 use super::recent::fingerprint;
+use super::search::{BoundarySearch, Search};
 use super::{InFlight, Operation, Remote, count_get, count_put};
 
 /// Time between two looks for operations that take too long, in nanoseconds.
@@ -215,7 +217,7 @@ impl Remote {
         for id in self.order.clone() {
             work::queued();
             let flight = &mut self.flights[id];
-            (flight.is_cut, flight.is_failed) = (true, true);
+            (flight.fate.is_cut, flight.fate.is_failed) = (true, true);
             self.end_flight(id, parts.residency);
         }
     }
@@ -237,14 +239,14 @@ impl Remote {
         let Some(flight) = self.flights.get_mut(id).filter(|of| of.is_asking()) else {
             return;
         };
-        flight.asked_ns = None;
-        if flight.boundaries.is_some() {
+        flight.objects.asked_ns = None;
+        let Search::Segments(search) = &mut flight.objects.search else {
             return self.boundaries_answered(id, bits, parts);
-        }
-        flight.search.answer(bits);
-        let end = flight.search.present();
-        if bits.is_some() && flight.search.is_over() && end < flight.objects() {
-            let missing = fingerprint(&flight.key(flight.piece(end)));
+        };
+        search.answer(bits);
+        let (end, is_over) = (search.present(), search.is_over());
+        if bits.is_some() && is_over && end < flight.objects.count() {
+            let missing = fingerprint(&flight.chain.key(flight.piece(end)));
             self.absent.insert(missing, parts.now_ns);
         }
     }
@@ -253,15 +255,15 @@ impl Remote {
     /// together, and the last ones are forgotten last. An answer may be about more blocks than an entry handles. The
     /// others are forgotten after the next probe.
     fn forget_absent(&mut self, id: FlightId, bits: u64, parts: &mut EngineParts<'_>) {
-        let flight = self.flights.get(id).filter(|of| !of.is_over);
+        let flight = self.flights.get(id).filter(|of| !of.fate.is_over);
         let Some(flight) = flight.filter(|_| !self.told.is_empty()) else {
             return;
         };
-        let (digest, spec) = (flight.digest(), parts.residency.spec(flight.ns));
+        let (digest, spec) = (flight.chain.digest(), parts.residency.spec(flight.chain.ns));
         let mut left = ENTRY_BLOCKS;
         let mut gone = Vec::new();
         for piece in flight.absent(bits, spec) {
-            let blocks = flight.blocks_of(piece, spec);
+            let blocks = flight.chain.blocks_of(piece, spec);
             let is_known = blocks.last().is_some_and(|&of| self.told.knows(digest, of));
             if is_known && left > 0 {
                 left = left.saturating_sub(blocks.len());
@@ -277,12 +279,12 @@ impl Remote {
         let Some(flight) = self.flights.get(id) else {
             return;
         };
-        let absent = flight.absent(bits, parts.residency.spec(flight.ns));
-        let asked = flight.search.asked().to_vec();
+        let absent = flight.absent(bits, parts.residency.spec(flight.chain.ns));
+        let asked = flight.objects.search.asked().to_vec();
         let lost: Vec<bool> = (absent.into_iter())
-            .map(|piece| self.known.remove(fingerprint(&flight.key(piece))))
+            .map(|piece| self.known.remove(fingerprint(&flight.chain.key(piece))))
             .collect();
-        if flight.boundaries.is_some() {
+        if flight.objects.search.is_for_boundary() {
             return;
         }
         let mut left = KNOWN_FORGOTTEN;
@@ -296,14 +298,18 @@ impl Remote {
     /// Forgets that the store has these segments of a flight, `left` at most. The store has lost the segment before
     /// them, and has probably lost them, too.
     fn forget_known(&mut self, id: FlightId, segments: Range<u32>, left: &mut u32) {
-        let Some(flight) = self.flights.get(id).filter(|of| of.boundaries.is_none()) else {
+        let Some(flight) = self
+            .flights
+            .get(id)
+            .filter(|of| !of.objects.search.is_for_boundary())
+        else {
             return;
         };
-        let end = segments.end.min(flight.objects());
+        let end = segments.end.min(flight.objects.count());
         for segment in (segments.start..end).take(*left as usize) {
             *left -= 1;
             self.known
-                .remove(fingerprint(&flight.key(flight.piece(segment))));
+                .remove(fingerprint(&flight.chain.key(flight.piece(segment))));
         }
     }
 
@@ -331,13 +337,13 @@ impl Remote {
         let Some(flight) = self.flights.get_mut(id) else {
             return;
         };
-        let left = flight.gets.checked_sub(1);
-        flight.gets = left.expect("a flight counts its gets");
+        let left = flight.objects.gets.checked_sub(1);
+        flight.objects.gets = left.expect("a flight counts its gets");
         if ok {
             return self.arrived(id, object);
         }
         flight.ends_at(object);
-        if flight.boundaries.is_none() {
+        if !flight.objects.search.is_for_boundary() {
             self.unannounce(id, object);
         } else if why.is_some_and(RemoteError::is_of_object) {
             self.boundary_lost(id, parts);
@@ -388,5 +394,79 @@ impl Remote {
             self.progress_ns = now_ns;
             self.end_all(parts);
         }
+    }
+}
+
+impl Remote {
+    /// Takes the answer to a flight's probes for boundaries. When the search is over, all objects of a hit at the
+    /// deepest boundary are to be fetched.
+    pub(super) fn boundaries_answered(
+        &mut self,
+        id: FlightId,
+        bits: Option<u64>,
+        parts: &mut EngineParts<'_>,
+    ) {
+        let flight = &mut self.flights[id];
+        let (deepest, asked) = (flight.boundary(), fingerprint(&flight.question()));
+        let Search::Boundary(BoundarySearch { boundaries, .. }) = &mut flight.objects.search else {
+            return;
+        };
+        boundaries.answer(bits);
+        if !boundaries.is_over() {
+            return;
+        }
+        let found = boundaries.found();
+        if bits.is_some() && found != Some(deepest) {
+            self.absent.insert(asked, parts.now_ns);
+        }
+        if let Some(boundary) = found {
+            self.take_boundary(id, boundary, parts);
+        }
+    }
+
+    /// Sets the objects of a flight to all objects that a hit at a boundary needs.
+    fn take_boundary(&mut self, id: FlightId, boundary: u32, parts: &mut EngineParts<'_>) {
+        let residency = &mut *parts.residency;
+        let flight = &mut self.flights[id];
+        let spec = residency.spec(flight.chain.ns);
+        let whole = boundary / flight.chain.space.hash_blocks;
+        let segments = flight.chain.skipped..whole;
+        let segments = segments.map(|index| Piece::segment(&flight.chain.space, index));
+        let of_boundary = of_boundary(spec, &flight.chain.space, boundary).into_iter();
+        // The tiers have the required payloads up to `skipped` segments.
+        let is_needed = |piece: &Piece| {
+            piece.group.is_some()
+                || piece.after / flight.chain.space.hash_blocks >= flight.chain.skipped
+        };
+        let pieces: Vec<Piece> = segments.chain(of_boundary.filter(is_needed)).collect();
+        let bytes: u64 = pieces.iter().map(|piece| piece.bytes(spec)).sum();
+        let is_required = pieces.first().is_some_and(|piece| piece.group.is_none());
+        flight.objects.here = vec![false; pieces.len()];
+        if let Search::Boundary(search) = &mut flight.objects.search {
+            search.set_pieces(pieces);
+        }
+        if bytes > self.held_max {
+            parts.counters.remote_gets_without_memory += 1;
+            (flight.fate.is_cut, flight.fate.is_failed) = (true, true);
+        } else if !is_required {
+            let hash = flight.chain.hash_at(boundary);
+            let node = hash.and_then(|hash| residency.forest().find(flight.chain.ns, &hash));
+            match node.filter(|&node| !residency.has_left_index(node)) {
+                Some(node) => self.move_lease(id, node, residency),
+                None => flight.fate.is_cut = true,
+            }
+        }
+    }
+
+    /// The store lacks an object of a flight's boundary: the next search leaves the boundary out.
+    pub(super) fn boundary_lost(&mut self, id: FlightId, parts: &EngineParts<'_>) {
+        let flight = &self.flights[id];
+        let spec = parts.residency.spec(flight.chain.ns);
+        let last = flight
+            .chain
+            .key(last_of(spec, &flight.chain.space, flight.boundary()));
+        let (last, asked) = (fingerprint(&last), fingerprint(&flight.question()));
+        self.absent.insert(last, parts.now_ns);
+        self.absent.remove(asked);
     }
 }

@@ -57,7 +57,7 @@ impl Remote {
                     break;
                 }
                 let flight = &self.flights[id];
-                let piece = flight.piece(flight.next);
+                let piece = flight.piece(flight.objects.next);
                 hash_blocks = hash_blocks.saturating_sub(piece.hash_blocks());
                 if let Some(request) = self.start_get(id, parts) {
                     last = Some(Self::id_of(request.token()));
@@ -91,11 +91,11 @@ impl Remote {
         if !flight.has_probes() || !may_send {
             return;
         }
-        let keys = flight.next_probe(parts.residency.spec(flight.ns));
+        let keys = flight.next_probe(parts.residency.spec(flight.chain.ns));
         if keys.is_empty() {
             return;
         }
-        flight.asked_ns = Some(parts.now_ns);
+        flight.objects.asked_ns = Some(parts.now_ns);
         parts.counters.remote_probes += keys.len() as u64;
         let token = self.send(Operation::Probe { flight: id }, parts.now_ns);
         out.push(RemoteRequest::Probe { token, keys });
@@ -104,16 +104,18 @@ impl Remote {
     /// Bytes of the next object of a flight.
     fn next_bytes(&self, id: FlightId, residency: &Residency) -> u64 {
         let flight = &self.flights[id];
-        match flight.boundaries {
-            None => flight.space.bytes,
-            Some(_) => flight.piece(flight.next).bytes(residency.spec(flight.ns)),
+        match flight.objects.search.is_for_boundary() {
+            false => flight.chain.space.bytes,
+            true => flight
+                .piece(flight.objects.next)
+                .bytes(residency.spec(flight.chain.ns)),
         }
     }
 
     /// Makes the nodes of a flight's next object, with slots for the missing payloads. `None` if no get is to be sent:
     /// all payloads are in the tiers or in flight, or the flight ends there.
     fn start_get(&mut self, id: FlightId, parts: &mut EngineParts<'_>) -> Option<RemoteRequest> {
-        let object = self.flights[id].next;
+        let object = self.flights[id].objects.next;
         let piece = self.flights[id].piece(object);
         let bytes = self.next_bytes(id, parts.residency);
         if self.held + bytes > self.held_max {
@@ -124,23 +126,23 @@ impl Remote {
         let Some(reserved) = reserved.flatten() else {
             parts.counters.remote_gets_without_memory += 1;
             let flight = &mut self.flights[id];
-            flight.is_cut = true;
+            flight.fate.is_cut = true;
             // Another flight would bring the same objects again, in vain.
-            flight.is_failed |= flight.boundaries.is_some();
+            flight.fate.is_failed |= flight.objects.search.is_for_boundary();
             return None;
         };
         self.keep(id, piece, &reserved, parts.residency);
         let flight = &mut self.flights[id];
-        flight.next += 1;
-        flight.ends.push(flight.lease);
-        let next = flight.next;
-        flight.bytes += bytes;
+        flight.objects.next += 1;
+        flight.held.ends.push(flight.held.lease);
+        let next = flight.objects.next;
+        flight.held.bytes += bytes;
         self.held += bytes;
-        if self.flights[id].boundaries.is_none() {
+        if !self.flights[id].objects.search.is_for_boundary() {
             self.announce(id, next);
         }
-        let key = self.flights[id].key(piece);
-        let place = (self.flights[id].ns, key);
+        let key = self.flights[id].chain.key(piece);
+        let place = (self.flights[id].chain.ns, key);
         if reserved.payloads.is_empty() {
             self.take_along(id, object, &place);
             return None;
@@ -148,7 +150,7 @@ impl Remote {
         let flight = &mut self.flights[id];
         let is_first = flight.sent_ns == 0;
         flight.sent_ns = parts.now_ns.max(1);
-        flight.gets += 1;
+        flight.objects.gets += 1;
         self.get_window.started(bytes);
         let parts_of = |(&(node, group), &payload): (&(NodeId, u8), &u32)| RemotePart {
             payload,
@@ -157,7 +159,9 @@ impl Remote {
         };
         let of_request = reserved.payloads.iter().zip(&reserved.indices);
         let of_request: Vec<RemotePart> = of_request.map(parts_of).collect();
-        let blocks = self.flights[id].blocks_of(piece, parts.residency.spec(place.0));
+        let blocks = self.flights[id]
+            .chain
+            .blocks_of(piece, parts.residency.spec(place.0));
         let operation = Operation::Get {
             takers: vec![(id, object)],
             object: place,
@@ -186,7 +190,7 @@ impl Remote {
         for &node in &of.optional {
             residency.pin(node);
         }
-        self.flights[id].kept.extend(&of.optional);
+        self.flights[id].held.kept.extend(&of.optional);
     }
 
     /// A flight's object is in the tiers, or is being filled by a save or by another flight's get. The flight waits for
@@ -200,7 +204,7 @@ impl Remote {
             Some(get) => {
                 if let Operation::Get { takers, .. } = &mut get.operation {
                     takers.push((id, object));
-                    self.flights[id].gets += 1;
+                    self.flights[id].objects.gets += 1;
                 }
             }
             None => self.arrived(id, object),
@@ -211,7 +215,7 @@ impl Remote {
     pub(super) fn arrived(&mut self, id: FlightId, object: u32) {
         let flight = &mut self.flights[id];
         flight.came(object);
-        if flight.boundaries.is_none() {
+        if !flight.objects.search.is_for_boundary() {
             self.unannounce(id, object);
         }
     }
@@ -222,14 +226,14 @@ impl Remote {
         let is_demanded = |&id: &RequestId| shares[id].demanded;
         let is_idle = |&(id, flight): &(FlightId, &Flight)| {
             work::queued();
-            id != but && flight.is_over && !flight.waiters.iter().any(is_demanded)
+            id != but && flight.fate.is_over && !flight.waiters.iter().any(is_demanded)
         };
         let idle = self.flights.iter().filter(is_idle);
         let idle: Vec<FlightId> = idle.map(|(id, _)| id).collect();
         for id in idle {
             self.move_lease(id, NONE, parts.residency);
             self.let_go(id, parts.residency);
-            self.held -= std::mem::take(&mut self.flights[id].bytes);
+            self.held -= std::mem::take(&mut self.flights[id].held.bytes);
         }
     }
 }
@@ -239,8 +243,8 @@ impl Remote {
 /// or there is no memory.
 fn reserve(flight: &Flight, piece: Piece, parts: &mut EngineParts<'_>) -> Option<Reserved> {
     let residency = &mut *parts.residency;
-    let above = match flight.parent_of(piece) {
-        Some(hash) => residency.forest().find(flight.ns, &hash)?,
+    let above = match flight.chain.parent_of(piece) {
+        Some(hash) => residency.forest().find(flight.chain.ns, &hash)?,
         None => NONE,
     };
     let is_above = |id| residency.node(id).depth == piece.after && !residency.has_left_index(id);
@@ -252,22 +256,22 @@ fn reserve(flight: &Flight, piece: Piece, parts: &mut EngineParts<'_>) -> Option
         payloads: Vec::new(),
         indices: Vec::new(),
         expected: Expected {
-            namespace: flight.digest(),
-            parent: flight.parent_of(piece),
-            hashes: flight.hashes_of(piece).to_vec(),
-            payloads: piece.payloads(residency.spec(flight.ns)),
+            namespace: flight.chain.digest(),
+            parent: flight.chain.parent_of(piece),
+            hashes: flight.chain.hashes_of(piece).to_vec(),
+            payloads: piece.payloads(residency.spec(flight.chain.ns)),
         },
         optional: Vec::new(),
     };
-    let (mut at, hashes) = (0, flight.hashes_of(piece));
+    let (mut at, hashes) = (0, flight.chain.hashes_of(piece));
     for (index, &hash) in (0..).zip(hashes) {
-        let found = residency.forest().find(flight.ns, &hash);
+        let found = residency.forest().find(flight.chain.ns, &hash);
         let node = match found {
             Some(node) if residency.node(node).parent() == reserved.end => node,
             // The block hashes are no chain.
             Some(_) => return undo(&reserved, residency),
             None if piece.group.is_some() => return undo(&reserved, residency),
-            None => residency.insert(flight.ns, reserved.end, hash, 0),
+            None => residency.insert(flight.chain.ns, reserved.end, hash, 0),
         };
         reserved.end = node;
         while let Some(&SegmentPayload { group, .. }) =

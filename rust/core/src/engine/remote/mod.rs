@@ -7,24 +7,20 @@
 //!   store (`search`), and gets fill slots of the arena front to back, below nodes that are made like those of a save
 //!   (`gets`). A segment that has arrived is in host memory like any other. Requests for the same segments share a
 //!   flight.
-//! - Where a hit needs windows or states, the flight searches a boundary (`boundaries`), and brings all objects of a
-//!   hit there (`pieces`, `hybrid`).
-//! - Segments that have become visible are written (`offers`, `puts`), at a limited rate and with a limited part of the
+//! - Where a hit needs windows or states, the flight searches a boundary (`search`), and brings all objects of a
+//!   hit there (`pieces`).
+//! - Segments that have become visible are written (`puts`), at a limited rate and with a limited part of the
 //!   arena. Segments that do not fit are dropped.
 //! - A store that fails gets no requests for a while (`breaker`).
 //!
 //! Only the requests of a flight wait for the store, and no longer than for a promotion (`waits`).
 
-mod boundaries;
-mod boundary_puts;
 mod breaker;
 #[cfg(feature = "check")]
 mod check;
 mod completions;
 mod flight;
 mod gets;
-mod hybrid;
-mod offers;
 mod pieces;
 mod plans;
 mod puts;
@@ -60,6 +56,8 @@ const KNOWN_MAX: usize = 1 << 17;
 const KNOWN_NS: u64 = 3_600_000_000_000;
 /// First segments that are remembered as missing.
 const ABSENT_MAX: usize = 1 << 14;
+/// Flights whose bytes count as sent before the bytes of a new flight.
+const AHEAD_MAX: usize = 64;
 /// The part of the arena that writes may hold.
 const PUT_PART: u64 = 4;
 /// Hash blocks that one entry fetches at most. It writes at most the same number.
@@ -268,11 +266,11 @@ impl Remote {
     /// Ends a flight: its waiters look up again. The blocks that have arrived are leased until then.
     fn end_flight(&mut self, id: FlightId, residency: &mut Residency) {
         let flight = &mut self.flights[id];
-        flight.is_over = true;
+        flight.fate.is_over = true;
         // Deeper nodes, which the store did not fill, are removed, among them the leased node.
-        let kept = match flight.arrived.checked_sub(1) {
-            Some(last) => flight.ends[last as usize],
-            None if flight.ends.is_empty() => flight.lease,
+        let kept = match flight.objects.arrived.checked_sub(1) {
+            Some(last) => flight.held.ends[last as usize],
+            None if flight.held.ends.is_empty() => flight.held.lease,
             None => NONE,
         };
         self.order.retain(|&of| of != id);
@@ -280,7 +278,8 @@ impl Remote {
         self.forget_segments(id);
         let flight = &self.flights[id];
         // A part of a hit with windows or states is of no use.
-        let is_part = flight.boundaries.is_some() && flight.arrived < flight.objects();
+        let is_part = flight.objects.search.is_for_boundary()
+            && flight.objects.arrived < flight.objects.count();
         let is_there = kept != NONE && !is_part && !residency.has_left_index(kept);
         self.move_lease(id, if is_there { kept } else { NONE }, residency);
         if !is_there {
@@ -297,7 +296,7 @@ impl Remote {
         for id in self.order.clone() {
             work::queued();
             let flight = &self.flights[id];
-            if flight.instance != parts.namespaces.instance(flight.ns) {
+            if flight.chain.instance != parts.namespaces.instance(flight.chain.ns) {
                 self.end_flight(id, parts.residency);
             }
         }
@@ -305,14 +304,14 @@ impl Remote {
 
     /// Ends the leases of the nodes with windows or states that a flight brings.
     fn let_go(&mut self, id: FlightId, residency: &mut Residency) {
-        for node in std::mem::take(&mut self.flights[id].kept) {
+        for node in std::mem::take(&mut self.flights[id].held.kept) {
             residency.unpin(node);
         }
     }
 
     /// Moves a flight's lease to `node` (`NONE`: to nothing).
     fn move_lease(&mut self, id: FlightId, node: NodeId, residency: &mut Residency) {
-        let old = std::mem::replace(&mut self.flights[id].lease, node);
+        let old = std::mem::replace(&mut self.flights[id].held.lease, node);
         if old == node {
             return;
         }
@@ -331,7 +330,7 @@ impl Remote {
         self.forget_segments(id);
         self.order.retain(|&of| of != id);
         if let Some(flight) = self.flights.remove(id) {
-            let left = self.held.checked_sub(flight.bytes);
+            let left = self.held.checked_sub(flight.held.bytes);
             self.held = left.expect("`held` counts every flight");
         }
     }
@@ -339,11 +338,11 @@ impl Remote {
     /// Removes a flight from the index of segments: no request finds it any more.
     fn forget_segments(&mut self, id: FlightId) {
         let flight = &self.flights[id];
-        if flight.boundaries.is_some() {
+        if flight.objects.search.is_for_boundary() {
             return self.unannounce(id, 0);
         }
-        let last = flight.objects().min(flight.next + 1);
-        for segment in flight.arrived.min(last)..last {
+        let last = flight.objects.count().min(flight.objects.next + 1);
+        for segment in flight.objects.arrived.min(last)..last {
             self.unannounce(id, segment);
         }
     }
@@ -351,9 +350,9 @@ impl Remote {
     /// Lets requests find a flight by a segment, unless they find another flight that brings the segment.
     fn announce(&mut self, id: FlightId, segment: u32) {
         let flight = &self.flights[id];
-        if segment < flight.objects() || flight.boundaries.is_some() {
+        if segment < flight.objects.count() || flight.objects.search.is_for_boundary() {
             work::index();
-            let key = (flight.ns, flight.announced_by(segment));
+            let key = (flight.chain.ns, flight.announced_by(segment));
             self.by_segment.entry(key).or_insert(id);
         }
     }
@@ -362,9 +361,49 @@ impl Remote {
     fn unannounce(&mut self, id: FlightId, segment: u32) {
         work::index();
         let flight = &self.flights[id];
-        let key = (flight.ns, flight.announced_by(segment));
+        let key = (flight.chain.ns, flight.announced_by(segment));
         if self.by_segment.get(&key) == Some(&id) {
             self.by_segment.remove(&key);
+        }
+    }
+
+    /// Bytes that are fetched before the bytes of a new flight (`None`), or of a flight under way.
+    fn ahead_of(&self, flight: Option<FlightId>) -> u64 {
+        let before = self.order.iter().take(AHEAD_MAX);
+        let before = before.take_while(|&&id| Some(id) != flight);
+        let unsent = before.map(|&id| {
+            crate::work::queued();
+            u64::from(self.flights[id].unsent()) * self.flights[id].chain.space.bytes
+        });
+        self.get_window.in_flight() + unsent.sum::<u64>()
+    }
+
+    /// How long the store has had reads of which none has ended.
+    fn silent_ns(&self, now_ns: u64) -> u64 {
+        match self.reads {
+            0 => 0,
+            _ => now_ns.saturating_sub(self.progress_ns),
+        }
+    }
+
+    /// Lets the planner learn from a flight that ends by itself: which part the store had, and how long the flight
+    /// took.
+    pub(super) fn note_flight_ended(&self, id: FlightId, parts: &mut EngineParts<'_>) {
+        let flight = &self.flights[id];
+        if flight.fate.is_failed || !flight.is_searched() {
+            return;
+        }
+        let (there, segments) = (flight.objects.arrived, flight.objects.count());
+        if there == 0 && segments > 0 {
+            // The planner has learned this from the end of the first get.
+            return;
+        }
+        parts.rates.remote.flight_ended(there, segments);
+        if let Some(predicted_ns) = flight.predicted_ns.filter(|_| there == segments) {
+            let took_ns = parts.now_ns - flight.began_ns;
+            parts.counters.plan_predicted_remote_ns += predicted_ns;
+            parts.counters.plan_actual_remote_ns += took_ns;
+            parts.counters.plan_error_remote_ns += predicted_ns.abs_diff(took_ns);
         }
     }
 

@@ -6,15 +6,12 @@ use crate::session::{LookupRequest, Priority, Tokens};
 use super::super::coordinator::Engine;
 use super::super::fetch::Pace;
 use super::super::ids::{FlightId, RequestId};
-use super::super::parts::EngineParts;
 use super::super::planner::{Fetch, FetchSource, Reading, Reason, Start, Stop};
 use super::Remote;
 use super::flight::Flight;
 use super::search::FETCHED;
 use super::spaces::Space;
 
-/// Flights whose bytes count as sent before the bytes of a new flight.
-const AHEAD_MAX: usize = 64;
 /// Segments that are not fetched are noted as left if the store is expected to have at least this part of them.
 const LIKELY: f64 = 0.5;
 
@@ -171,7 +168,7 @@ impl Engine {
             Pace {
                 arrived: arrived * size,
                 end: (end * size).min(prompt.end),
-                together: flight.gets.max(1) * flight.space.hash_blocks * size,
+                together: flight.objects.gets.max(1) * flight.chain.space.hash_blocks * size,
                 rest_ns: predicts.then(|| self.rest_ns(remote, flight)),
             }
         })
@@ -182,9 +179,9 @@ impl Engine {
         let unsent = flight.unsent();
         let (_, all_ns) = self.planner.rates.remote.wait_ns(&Fetch {
             ahead: 0,
-            segments: unsent + flight.gets,
-            bytes: flight.space.bytes,
-            width: flight.width,
+            segments: unsent + flight.objects.gets,
+            bytes: flight.chain.space.bytes,
+            width: flight.objects.width,
             is_probed: !flight.is_searched(),
             silent_ns: remote.silent_ns(self.now_ns),
         });
@@ -197,48 +194,6 @@ impl Engine {
             all_ns - since_ns
         } else {
             since_ns
-        }
-    }
-}
-
-impl Remote {
-    /// Bytes that are fetched before the bytes of a new flight (`None`), or of a flight under way.
-    fn ahead_of(&self, flight: Option<FlightId>) -> u64 {
-        let before = self.order.iter().take(AHEAD_MAX);
-        let before = before.take_while(|&&id| Some(id) != flight);
-        let unsent = before.map(|&id| {
-            crate::work::queued();
-            u64::from(self.flights[id].unsent()) * self.flights[id].space.bytes
-        });
-        self.get_window.in_flight() + unsent.sum::<u64>()
-    }
-
-    /// How long the store has had reads of which none has ended.
-    fn silent_ns(&self, now_ns: u64) -> u64 {
-        match self.reads {
-            0 => 0,
-            _ => now_ns.saturating_sub(self.progress_ns),
-        }
-    }
-
-    /// Lets the planner learn from a flight that ends by itself: which part the store had, and how long the flight
-    /// took.
-    pub(super) fn note_flight_ended(&self, id: FlightId, parts: &mut EngineParts<'_>) {
-        let flight = &self.flights[id];
-        if flight.is_failed || !flight.is_searched() {
-            return;
-        }
-        let (there, segments) = (flight.arrived, flight.objects());
-        if there == 0 && segments > 0 {
-            // The planner has learned this from the end of the first get.
-            return;
-        }
-        parts.rates.remote.flight_ended(there, segments);
-        if let Some(predicted_ns) = flight.predicted_ns.filter(|_| there == segments) {
-            let took_ns = parts.now_ns - flight.began_ns;
-            parts.counters.plan_predicted_remote_ns += predicted_ns;
-            parts.counters.plan_actual_remote_ns += took_ns;
-            parts.counters.plan_error_remote_ns += predicted_ns.abs_diff(took_ns);
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::forest::{NONE, NodeId, NsId};
 use crate::key::BlockHash;
+use crate::namespace::{GroupKind, NamespaceSpec};
 use crate::session::{LookupRequest, Tokens};
 
 use super::super::coordinator::Engine;
@@ -10,11 +11,11 @@ use super::super::parts::EngineParts;
 use super::super::planner::FetchSource;
 use super::super::residency::Residency;
 use super::Remote;
-use super::flight::{Flight, question};
-use super::pieces::Piece;
+use super::flight::{Flight, FlightChain, FlightObjects, question};
+use super::pieces::{Piece, last_of};
 use super::plans::{Fetches, HitEnds, Wanted};
 use super::recent::fingerprint;
-use super::search::{SEGMENTS_MAX, Search};
+use super::search::{Boundaries, BoundarySearch, SEGMENTS_MAX, Search, Segments};
 use super::spaces::Space;
 
 /// Flights that one request waits for, in turn.
@@ -77,10 +78,10 @@ impl Engine {
             Fetches::All {
                 width,
                 predicted_ns,
-            } if is_new => (of.width, of.predicted_ns) = (width, predicted_ns),
+            } if is_new => (of.objects.width, of.predicted_ns) = (width, predicted_ns),
             Fetches::All { .. } => {}
             Fetches::Some(_) | Fetches::None => {
-                of.is_measure = true;
+                of.fate.is_measure = true;
                 remote.leave(flight, id, parts.residency);
                 return false;
             }
@@ -121,11 +122,11 @@ impl Engine {
             return;
         };
         let of = &remote.flights[flight];
-        let is_of_ns = of.ns == ns && of.instance == self.namespaces.instance(ns);
-        let came = (of.found, of.reach(of.arrived));
+        let is_of_ns = of.chain.ns == ns && of.chain.instance == self.namespaces.instance(ns);
+        let came = (of.chain.found, of.reach(of.objects.arrived));
         // A silent store costs a request its time limit only once.
-        let gave_up = is_of_ns && (!of.is_over || of.is_failed);
-        let stop = match is_of_ns && !of.is_over && !self.shares[id].waits.gave_up {
+        let gave_up = is_of_ns && (!of.fate.is_over || of.fate.is_failed);
+        let stop = match is_of_ns && !of.fate.is_over && !self.shares[id].waits.gave_up {
             true => self.flight_stop(id, of, computed),
             false => None,
         };
@@ -149,7 +150,7 @@ impl Engine {
     fn flight_goes_on(&self, flight: FlightId, ns: NsId) -> bool {
         let flights = self.remote.as_ref().map(|remote| &remote.flights);
         let flight = flights.and_then(|flights| flights.get(flight));
-        flight.is_some_and(|flight| !flight.is_over && flight.ns == ns)
+        flight.is_some_and(|flight| !flight.fate.is_over && flight.chain.ns == ns)
     }
 
     /// Whether a request with `computed` tokens waits for a flight, and may continue to wait.
@@ -272,16 +273,20 @@ impl Remote {
             0 => NONE,
             _ => parts.residency.forest().ancestor(deepest, skipped * size),
         };
-        let flight = Flight {
-            search: Search::new(segments),
-            here: vec![false; segments as usize],
-            ..Flight::new(
-                (ns, parts.namespaces.instance(ns), space),
-                found,
-                (skipped, skipped * size),
-                (before, hashes),
-            )
+        let chain = FlightChain {
+            ns,
+            instance: parts.namespaces.instance(ns),
+            space,
+            found,
+            skipped,
+            base: skipped * size,
+            hashes: hashes.into_boxed_slice(),
+            before,
         };
+        let flight = Flight::new(
+            chain,
+            FlightObjects::new(Search::Segments(Segments::new(segments)), segments),
+        );
         (segments > 0).then(|| self.begin(flight, id, lease, parts))
     }
 
@@ -386,4 +391,160 @@ pub(super) fn read_hashes(
     let usable = same.count();
     hashes.truncate(usable);
     Some((before, hashes))
+}
+
+/// Nodes that are looked at for the end of the hit that the tiers alone allow.
+const LOCAL_NODES: u32 = 250;
+
+impl Remote {
+    /// The boundaries of a prompt that the tiers lack, and the block hash at the last boundary. `None` if the tiers
+    /// have the last boundary. `found` is the deepest node of the prompt with all required payloads, and its depth;
+    /// hits end where `ends` says.
+    pub(super) fn wanted_boundary(
+        &self,
+        (ns, space): (NsId, Space),
+        (request, ends): (&LookupRequest<'_>, HitEnds),
+        found: (NodeId, u32),
+        parts: &EngineParts<'_>,
+    ) -> Option<(Wanted, BlockHash)> {
+        // With a draft model, hits need blocks behind their ends, which no object of the boundary has.
+        if ends.dropped > 0 {
+            return None;
+        }
+        let spec = parts.residency.spec(ns);
+        let tokens = spec.hash_block_size;
+        let step = step_of(spec, &space, ends.align)?;
+        let limit = u32::try_from(request.hashes.len()).ok()?;
+        let limit = limit.min(request.max.0 / tokens) / step * step;
+        let local = request.computed.0 / tokens;
+        if limit <= local {
+            return None;
+        }
+        let above = Self::tiers_reach(found, (local, ends.align, limit), parts);
+        let least = request.min.0.div_ceil(tokens).saturating_sub(1);
+        let above = above.max(local).max(least);
+        if above >= limit {
+            return None;
+        }
+        let whole = limit / space.hash_blocks;
+        let skipped = (found.1 / space.hash_blocks).min(whole);
+        if whole - skipped > SEGMENTS_MAX {
+            return None;
+        }
+        let wanted = Wanted {
+            space,
+            deepest: found.0,
+            found: found.1,
+            skipped,
+            segments: (whole - skipped).max(1),
+            from: above,
+            to: limit,
+        };
+        Some((wanted, request.hashes.get(limit as usize - 1)?))
+    }
+
+    /// Joins the flight that searches the deepest of the boundaries that a prompt lacks, or begins one.
+    pub(super) fn join_for_boundary(
+        &mut self,
+        id: RequestId,
+        ns: NsId,
+        (request, align): (&LookupRequest<'_>, u32),
+        wanted: &Wanted,
+        parts: &mut EngineParts<'_>,
+    ) -> Option<FlightId> {
+        let (space, skipped, limit) = (wanted.space, wanted.skipped, wanted.to);
+        let end = request.hashes.get(limit as usize - 1)?;
+        if let Some(flight) = self.board(id, (ns, end)) {
+            return Some(flight);
+        }
+        let residency = &*parts.residency;
+        let spec = residency.spec(ns);
+        let step = step_of(spec, &space, align)?;
+        let (above, asked) = (wanted.from, fingerprint(&question(space.digest, end)));
+        let base = lowest_need(spec, above + 1).min(skipped * space.hash_blocks);
+        let (before, hashes) = read_hashes(request, base as usize, limit as usize)?;
+        if hashes.len() as u32 != limit - base {
+            return None;
+        }
+        let chain = FlightChain {
+            ns,
+            instance: parts.namespaces.instance(ns),
+            space,
+            found: above,
+            skipped,
+            base,
+            hashes: hashes.into_boxed_slice(),
+            before,
+        };
+        let limit = self.before_hole(&chain, limit, parts.now_ns);
+        let is_usable = |boundary| {
+            let last = chain.key(last_of(spec, &space, boundary));
+            !self.absent.contains(fingerprint(&last), parts.now_ns)
+        };
+        let steps = (step, space.hash_blocks);
+        let boundaries = Boundaries::new((above, limit), steps, is_usable);
+        if boundaries.is_over() {
+            self.absent.insert(asked, parts.now_ns);
+            return None;
+        }
+        let search = Search::Boundary(BoundarySearch::new(boundaries));
+        let flight = Flight::new(chain, FlightObjects::new(search, 0));
+        let lease = match wanted.found {
+            0 => NONE,
+            _ => {
+                let forest = residency.forest();
+                forest.ancestor(wanted.deepest, skipped * space.hash_blocks)
+            }
+        };
+        Some(self.begin(flight, id, lease, parts))
+    }
+
+    /// Where the deepest hit ends that the tiers alone allow. If the search is cut off, a boundary below which none
+    /// ends.
+    fn tiers_reach(
+        (deepest, depth): (NodeId, u32),
+        (local, align, limit): (u32, u32, u32),
+        parts: &EngineParts<'_>,
+    ) -> u32 {
+        let residency = &*parts.residency;
+        if deepest == NONE {
+            return 0;
+        }
+        let top = residency.forest().ancestor(deepest, depth.min(limit));
+        match residency.boundary_within(top, (local, align), false, LOCAL_NODES) {
+            Ok(boundary) => boundary,
+            Err(node) => residency.node(node).depth,
+        }
+    }
+
+    /// The deepest possible end of the chain: it ends before the end of the first segment that is remembered as absent.
+    fn before_hole(&self, chain: &FlightChain, limit: u32, now_ns: u64) -> u32 {
+        let size = chain.space.hash_blocks;
+        let is_absent = |&segment: &u32| {
+            let key = chain.key(Piece::segment(&chain.space, segment));
+            self.absent.contains(fingerprint(&key), now_ns)
+        };
+        let hole = (chain.skipped..limit / size).find(is_absent);
+        // A hit inside the absent segment needs only a part of it.
+        hole.map_or(limit, |segment| limit.min((segment + 1) * size - 1))
+    }
+}
+
+/// The number of hash blocks at whose multiples hits end, a multiple of `align`. `None` if it exceeds a segment's.
+fn step_of(spec: &NamespaceSpec, space: &Space, align: u32) -> Option<u32> {
+    let mut times = 1..=space.hash_blocks;
+    times
+        .find(|&times| spec.may_end(times * align))
+        .map(|times| times * align)
+}
+
+/// The depth after which windows and states of hits at `boundary`, or deeper, are needed.
+fn lowest_need(spec: &NamespaceSpec, boundary: u32) -> u32 {
+    let groups = 0..spec.groups.len();
+    let optional = groups.filter(|&group| {
+        let kind = spec.groups[group].kind;
+        !matches!(kind, GroupKind::Full | GroupKind::Ignored)
+    });
+    let needed = optional.map(|group| spec.needed_after(group, boundary));
+    needed.min().unwrap_or(boundary).min(boundary - 1)
 }
