@@ -6,8 +6,7 @@ use crate::forest::{DiskState, Evictability, HostState, NONE, NodeId, NodeRef, R
 use crate::slots::{Class, Owner, slot_offset};
 
 use super::super::ensure::ensure;
-use super::geometry::Region;
-use super::state::Residency;
+use super::state::{Region, Residency};
 
 /// How often each node is leased, and how many leases below need its payloads.
 #[derive(Debug, Default)]

@@ -1,6 +1,10 @@
-//! The payloads that a hit needs, and where they lie.
+//! The payloads that a hit or a pin needs, where they lie, and the leases that keep them there. Touches tell the policies
+//! which payloads were used.
 
-use crate::forest::{DeviceIndex, HostState, NONE, NodeId, Tier};
+use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId, NsId, Tier, Touch};
+use crate::key::HashSource;
+use crate::metrics::Counters;
+use crate::namespace::GroupKind;
 use crate::resolve::{may_end_at, resolve_part};
 use crate::session::{ArenaOffset, Extent};
 use crate::slots::slot_offset;
@@ -307,5 +311,245 @@ impl Chain<'_> {
             || !self.host_only
                 && payload.is_readable(Tier::Disk)
                 && self.residency.answers_reads(node.device)
+    }
+}
+
+impl Residency {
+    /// Adds a lease to a node.
+    pub(in crate::engine) fn pin(&mut self, id: NodeId) {
+        self.withdraw(id);
+        self.forest.node_mut(id).change_uses(|uses| uses.pins += 1);
+    }
+
+    /// Ends a lease.
+    pub(in crate::engine) fn unpin(&mut self, id: NodeId) {
+        self.forest.node_mut(id).change_uses(|uses| {
+            let pins = uses.pins.checked_sub(1);
+            uses.pins = pins.unwrap_or_else(|| panic!("a lease of node {id} ends twice"));
+        });
+        self.reconcile(id);
+    }
+
+    /// Leases a node, and the nodes above whose windows or chunks a hit at the node needs.
+    pub(in crate::engine) fn pin_hit(&mut self, id: NodeId) {
+        self.pin(id);
+        for above in self.window_above(id) {
+            self.withdraw(above);
+            let mut node = self.forest.node_mut(above);
+            node.change_uses(|uses| uses.holds += 1);
+        }
+    }
+
+    /// Ends a lease of [`Residency::pin_hit`].
+    pub(in crate::engine) fn unpin_hit(&mut self, id: NodeId) {
+        for above in self.window_above(id) {
+            let mut node = self.forest.node_mut(above);
+            node.change_uses(|uses| {
+                let holds = uses.holds.checked_sub(1);
+                uses.holds = holds.unwrap_or_else(|| panic!("a hold of node {above} ends twice"));
+            });
+            if !node.is_detached() {
+                self.refresh(above);
+            }
+        }
+        self.unpin(id);
+    }
+
+    /// The nodes above `id` with payloads of windows or chunks that a hit at `id` needs.
+    pub(in crate::engine) fn window_above(&self, id: NodeId) -> Vec<NodeId> {
+        let top = self.node(id);
+        let spec = self.spec(top.ns);
+        let kinds = spec.groups.iter().enumerate();
+        let windows = kinds.filter(|(_, of)| {
+            matches!(
+                of.kind,
+                GroupKind::SlidingWindow { .. } | GroupKind::ChunkedLocal { .. }
+            )
+        });
+        let lowest = windows
+            .map(|(group, _)| spec.needed_after(group, top.depth))
+            .min();
+        let Some(lowest) = lowest else {
+            return Vec::new();
+        };
+        let above = self.forest.ancestors(id);
+        above
+            .take_while(|&at| self.node(at).depth > lowest)
+            .collect()
+    }
+
+    /// Notes a touch of a hit that ends at `id`, at the current tick.
+    pub(in crate::engine) fn touch_hit(&mut self, id: NodeId) {
+        if self.touches_every_block() {
+            let mut at = id;
+            while at != NONE {
+                work::node();
+                self.touch(at);
+                at = self.node(at).parent();
+            }
+        } else {
+            self.touch(id);
+            for above in self.window_above(id) {
+                self.renew(above);
+            }
+        }
+    }
+
+    /// Sets a node's last use to the current tick, without counting a hit.
+    pub(in crate::engine) fn renew(&mut self, id: NodeId) {
+        // A policy that learns ages accounts for every change of an age by itself.
+        if self.node(id).touch().last != self.tick && !self.touches_every_block() {
+            self.withdraw(id);
+            self.forest.node_mut(id).set_last(self.tick);
+            self.refresh(id);
+            self.note_touch(id);
+        }
+    }
+
+    /// Marks the records of a node's payloads on disk: a later write stores the last touch in them.
+    fn note_touch(&mut self, id: NodeId) {
+        if self.node(id).slots(Tier::Disk) == 0 {
+            return;
+        }
+        let region = self.region(id, Tier::Disk);
+        for group in self.node(id).groups() {
+            let payload = self.node(id).payload(group);
+            if payload.disk == DiskState::Present {
+                let (class, device) = (self.class(id, region, group), self.node(id).device);
+                let offset = slot_offset(payload.disk_slot);
+                self.disk_mut(device).mark_touched(class, offset);
+            }
+        }
+    }
+
+    /// Notes a touch at the current tick.
+    fn touch(&mut self, id: NodeId) {
+        let tick = self.tick;
+        if self.node(id).touch().last == tick {
+            return;
+        }
+        self.withdraw(id);
+        let before = self.node(id).touch();
+        let mut hit_class = before.hit_class;
+        for tier in Tier::ALL {
+            if self.node(id).slots(tier) > 0 {
+                let region = self.region(id, tier);
+                let policy = &mut self.policies(region).leaves;
+                hit_class = policy.on_hit(before.hit_class, before.last, tick);
+            }
+        }
+        self.forest.node_mut(id).set_touch(Touch {
+            last: tick,
+            hit_class,
+        });
+        self.refresh(id);
+        self.note_touch(id);
+    }
+}
+
+/// Nodes that are looked at, from the end of a chain upwards, in search of a node with a state.
+const STATE_SEARCH: usize = 256;
+
+impl Residency {
+    /// The deepest node of a chain where a hit may end: its depth is at most `depth`, all nodes above are in the index,
+    /// and each of its states is in a tier, or is being saved.
+    pub(in crate::engine) fn pin_end(
+        &self,
+        ns: NsId,
+        hashes: &dyn HashSource,
+        depth: u32,
+    ) -> Option<NodeId> {
+        let spec = self.spec(ns);
+        let boundary = (1..=depth).rev().find(|&depth| spec.may_end(depth))?;
+        let hash = hashes.get(boundary as usize - 1)?;
+        let mut at = self.forest.find(ns, &hash)?;
+        for _ in 0..STATE_SEARCH {
+            work::node();
+            if spec.may_end(self.node(at).depth) && self.has_states(at) {
+                return Some(at);
+            }
+            at = self.parent(at)?;
+        }
+        None
+    }
+
+    /// Whether the states of a node are in a tier, or are being saved.
+    fn has_states(&self, id: NodeId) -> bool {
+        let groups = self.spec_of(id).groups.iter();
+        let mut groups = groups.zip(self.node(id).payloads());
+        groups.all(|(group, payload)| {
+            group.kind != GroupKind::State
+                || payload.host != HostState::Empty
+                || payload.disk != DiskState::Empty
+        })
+    }
+
+    /// Slot bytes in the arena of a chain's required payloads between two depths (exclusive, inclusive).
+    pub(in crate::engine) fn chain_bytes(&self, ns: NsId, after: u32, to: u32) -> u64 {
+        let after_of = |kind| if kind == GroupKind::Full { after } else { to };
+        let groups = self.spec(ns).groups.iter();
+        let after: Vec<u32> = groups.map(|group| after_of(group.kind)).collect();
+        self.bytes_of(ns, to, &after)
+    }
+
+    /// Slot bytes in the arena of a block of a group in a chain, 0 if no hit below needs the block.
+    pub(in crate::engine) fn chain_bytes_of(&self, ns: NsId, group: usize, of_block: u32) -> u64 {
+        let groups = self.spec(ns).groups.len();
+        let after: Vec<u32> = (0..groups)
+            .map(|other| if other == group { 0 } else { of_block })
+            .collect();
+        let is_required = self.spec(ns).groups[group].kind == GroupKind::Full;
+        if is_required {
+            self.bytes_of(ns, of_block, &after)
+        } else {
+            0
+        }
+    }
+
+    /// Slot bytes in the arena of the windows and states that a hit at a depth needs.
+    pub(in crate::engine) fn end_bytes(&self, ns: NsId, depth: u32) -> u64 {
+        let spec = self.spec(ns);
+        let groups = 0..spec.groups.len();
+        let after: Vec<u32> = groups
+            .map(|group| match spec.groups[group].kind {
+                GroupKind::Full | GroupKind::Ignored => depth,
+                _ => spec.needed_after(group, depth),
+            })
+            .collect();
+        self.bytes_of(ns, depth, &after)
+    }
+
+    /// Whether a payload of a node waits to be written to disk, or is being saved.
+    pub(in crate::engine) fn is_unsettled(&self, id: NodeId) -> bool {
+        let mut payloads = self.node(id).payloads();
+        payloads.any(|payload| {
+            payload.is_in_flight() || matches!(payload.disk, DiskState::Queued | DiskState::Writing)
+        })
+    }
+
+    /// Demotes a node that will not be used soon: its payloads in the arena are evicted now if they are on disk, else
+    /// before the payloads of other nodes. Returns the parent, unless other requests or chains use the node.
+    pub(in crate::engine) fn demote(
+        &mut self,
+        id: NodeId,
+        counters: &mut Counters,
+    ) -> Option<NodeId> {
+        work::node();
+        let uses = self.node(id).uses();
+        if uses.pins > 0 || uses.holds > 0 || self.node(id).children() > 1 {
+            return None;
+        }
+        let mut payloads = self.node(id).payloads();
+        let on_disk = payloads
+            .all(|payload| !payload.is_readable(Tier::Host) || payload.disk == DiskState::Present);
+        let parent = self.parent(id);
+        if on_disk && self.is_host_leaf(id) {
+            self.evict(id, Tier::Host, counters);
+        } else if !self.touches_every_block() {
+            self.withdraw(id);
+            self.forest.node_mut(id).set_last(0);
+            self.refresh(id);
+        }
+        parent
     }
 }

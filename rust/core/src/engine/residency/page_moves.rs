@@ -17,9 +17,8 @@ use crate::policy::Leaf;
 use crate::slots::{Class, Owner, Run, slot_offset};
 use crate::work;
 
-use super::geometry::Region;
 use super::slots::Loss;
-use super::state::Residency;
+use super::state::{Region, Residency};
 
 /// Candidates in each set of each other size class around which a class looks for a run.
 const CANDIDATES: usize = 6;

@@ -1,7 +1,16 @@
 //! Consequences of a payload's change for lookups: nodes become visible, leave the index, are freed.
+//!
+//! The nodes below a payload that arrives late are marked as visible in steps: some at once, the others in later
+//! entries. Other requests may save any number of blocks below a block whose copy is still under way. Until their nodes
+//! are marked, lookups do not find them: a miss is never wrong.
+//!
+//! A node that has no required payload, above a payload on disk, gets a placeholder record: without it, a restart could
+//! not find the payload.
 
-use crate::forest::{DiskState, HostState, NONE, NodeId, Reach, Tier};
+use std::collections::VecDeque;
 
+use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId, NsId, Reach, Tier};
+use crate::key::HashSource;
 use crate::work;
 
 use super::slots::Loss;
@@ -11,6 +20,36 @@ use super::state::Residency;
 const RISES_MAX: usize = 512;
 
 impl Residency {
+    /// The deepest node of the chain for which `accept` holds, and its depth, see
+    /// [`Forest::deepest`](crate::forest::Forest::deepest).
+    pub(in crate::engine) fn deepest<H: HashSource + ?Sized>(
+        &self,
+        ns: NsId,
+        hashes: &H,
+        accept: impl Fn(&crate::forest::Node) -> bool,
+    ) -> Option<(NodeId, u32)> {
+        let (deepest, depth) = self.forest.deepest(ns, hashes, accept)?;
+        if self.removals.subtrees.is_empty() {
+            return Some((deepest, depth));
+        }
+        let ancestors = self.forest.ancestors(deepest);
+        let removed = ancestors.filter(|&id| self.node(id).is_detached());
+        let Some(first) = removed.last() else {
+            return Some((deepest, depth));
+        };
+        let above = self.parent(first)?;
+        Some((above, self.node(above).depth))
+    }
+
+    /// Whether a node or one of its ancestors has left the index.
+    pub(in crate::engine) fn has_left_index(&self, id: NodeId) -> bool {
+        let is_below = || {
+            let mut ancestors = self.forest.ancestors(id);
+            ancestors.any(|id| self.node(id).is_detached())
+        };
+        self.node(id).is_detached() || !self.removals.subtrees.is_empty() && is_below()
+    }
+
     /// Whether all required payloads of a node are readable in some tier.
     pub(super) fn is_complete(&self, id: NodeId) -> bool {
         let node = self.node(id);
@@ -260,5 +299,130 @@ impl Residency {
         }
         self.forest.release(id);
         parent
+    }
+}
+
+/// The nodes that have not been marked yet.
+#[derive(Debug)]
+pub(super) struct Rest {
+    /// Number of nodes that the present entry may still mark.
+    left: usize,
+    /// Nodes that may become visible, each with the siblings behind it. When a node leaves the index, its next sibling
+    /// takes its place.
+    hidden: Vec<NodeId>,
+}
+
+impl Rest {
+    /// No nodes, and no limit until [`Residency::allow_rest`].
+    pub(super) fn new() -> Self {
+        Self {
+            left: usize::MAX,
+            hidden: Vec::new(),
+        }
+    }
+
+    /// Whether the entry may mark one node more, which counts from now on.
+    pub(super) fn take(&mut self) -> bool {
+        let may = self.left > 0;
+        self.left -= usize::from(may);
+        may
+    }
+
+    /// The first node of each series of siblings.
+    #[cfg(feature = "check")]
+    pub(super) fn hidden(&self) -> impl Iterator<Item = NodeId> {
+        self.hidden.iter().copied()
+    }
+}
+
+impl Residency {
+    /// Allows the entry of the engine that begins now to mark this many nodes.
+    pub(in crate::engine) fn allow_rest(&mut self, nodes: usize) {
+        self.rest.left = nodes;
+    }
+
+    /// Whether nodes are left to be marked.
+    pub(in crate::engine) fn has_rest(&self) -> bool {
+        !self.rest.hidden.is_empty()
+    }
+
+    /// Marks more nodes. Appends the nodes that became visible.
+    pub(in crate::engine) fn continue_rest(&mut self, became_visible: &mut Vec<NodeId>) {
+        let hidden = std::mem::take(&mut self.rest.hidden);
+        self.show(hidden, became_visible);
+    }
+
+    /// Leaves nodes, and the siblings behind each, to later entries.
+    pub(super) fn show_later(&mut self, siblings: Vec<NodeId>) {
+        self.rest.hidden.extend(siblings);
+    }
+
+    /// Replaces a node that leaves its parent's list of children by its next sibling.
+    pub(super) fn pass_over(&mut self, id: NodeId) {
+        let next = self.forest.next_sibling(id);
+        self.rest.hidden.retain_mut(|first| {
+            if *first == id {
+                *first = next;
+            }
+            *first != NONE
+        });
+    }
+}
+
+/// Chains of which some nodes wait for their records.
+#[derive(Debug, Default)]
+pub(super) struct Placeholders {
+    /// The deepest node that waits of each chain, with its epoch, and the directory.
+    later: VecDeque<(NodeId, u32, DeviceIndex)>,
+}
+
+impl Residency {
+    /// Gives placeholder records to the ancestors that may be without payloads, up to the first that has payloads or a
+    /// record: the nodes above it have their records, or get them later.
+    pub(in crate::engine) fn add_placeholders(&mut self, id: NodeId, device: DeviceIndex) {
+        let above = self.node(id).parent();
+        self.add_placeholders_from(above, device, self.chain_steps);
+    }
+
+    /// Whether nodes wait for their records.
+    pub(in crate::engine) fn has_placeholders(&self) -> bool {
+        !self.placeholders.later.is_empty()
+    }
+
+    /// Gives records to about `steps` of the nodes that wait for them.
+    pub(in crate::engine) fn continue_placeholders(&mut self, steps: usize) {
+        let mut left = steps;
+        while left > 0
+            && let Some((id, epoch, device)) = self.placeholders.later.pop_front()
+        {
+            let is_alive = self.disk_mut(device).health.is_alive();
+            let is_here = self.forest.is_live(id, epoch) && !self.node(id).is_detached();
+            left -= 1;
+            if is_alive && is_here {
+                left = self.add_placeholders_from(id, device, left.max(1));
+            }
+        }
+    }
+
+    /// Gives records to at most `steps` nodes of a chain, from `at` upwards. Returns the number of steps that are left.
+    fn add_placeholders_from(
+        &mut self,
+        mut at: NodeId,
+        device: DeviceIndex,
+        steps: usize,
+    ) -> usize {
+        for taken in 0..steps {
+            let is_wanted = at != NONE && self.node(at).required() == 0;
+            if !is_wanted || !self.disk_mut(device).add_placeholder(at) {
+                return steps - taken;
+            }
+            work::node();
+            at = self.node(at).parent();
+        }
+        if at != NONE && self.node(at).required() == 0 {
+            let epoch = self.node(at).epoch;
+            self.placeholders.later.push_back((at, epoch, device));
+        }
+        0
     }
 }

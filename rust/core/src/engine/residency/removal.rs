@@ -1,18 +1,22 @@
 //! Removal of many nodes, in steps: an entry of the engine does a bounded part of it.
 //!
 //! From the first step on, no lookup finds a node that is being removed: no session uses a namespace that ends,
-//! and the root of a subtree leaves the index at once, so that [`Residency::deepest`] stops above the root.
+//! and the root of a subtree leaves the index at once, so that [`Residency::deepest`] stops above the root. A pass over
+//! all nodes removes those without a recent use, from the leaves up. If bytes on disk are to be erased, their slots
+//! become free only when the erasure has ended.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
+use rustc_hash::FxHashSet;
+
+use crate::disk::Disk;
 use crate::forest::{DeviceIndex, DiskState, NONE, NodeId, NsId, Tier};
-use crate::key::HashSource;
+use crate::io::IoFault;
 use crate::slots::slot_offset;
 use crate::work;
 
-use super::geometry::Region;
 use super::slots::Loss;
-use super::state::Residency;
+use super::state::{Leaving, Region, Residency};
 
 /// The removals under way.
 ///
@@ -22,7 +26,7 @@ pub(super) struct Removals {
     /// Namespaces that have ended.
     namespaces: VecDeque<NsId>,
     /// Roots of subtrees, with their epochs.
-    subtrees: VecDeque<(NodeId, u32)>,
+    pub(super) subtrees: VecDeque<(NodeId, u32)>,
     /// Nodes to be reconciled, with their epochs, because nodes below were removed.
     bare: VecDeque<(NodeId, u32)>,
     /// Directories that were given up, and the first node that was not looked at yet.
@@ -215,36 +219,6 @@ impl Residency {
         self.free_detached(id)
     }
 
-    /// The deepest node of the chain for which `accept` holds, and its depth, see
-    /// [`Forest::deepest`](crate::forest::Forest::deepest).
-    pub(in crate::engine) fn deepest<H: HashSource + ?Sized>(
-        &self,
-        ns: NsId,
-        hashes: &H,
-        accept: impl Fn(&crate::forest::Node) -> bool,
-    ) -> Option<(NodeId, u32)> {
-        let (deepest, depth) = self.forest.deepest(ns, hashes, accept)?;
-        if self.removals.subtrees.is_empty() {
-            return Some((deepest, depth));
-        }
-        let ancestors = self.forest.ancestors(deepest);
-        let removed = ancestors.filter(|&id| self.node(id).is_detached());
-        let Some(first) = removed.last() else {
-            return Some((deepest, depth));
-        };
-        let above = self.parent(first)?;
-        Some((above, self.node(above).depth))
-    }
-
-    /// Whether a node or one of its ancestors has left the index.
-    pub(in crate::engine) fn has_left_index(&self, id: NodeId) -> bool {
-        let is_below = || {
-            let mut ancestors = self.forest.ancestors(id);
-            ancestors.any(|id| self.node(id).is_detached())
-        };
-        self.node(id).is_detached() || !self.removals.subtrees.is_empty() && is_below()
-    }
-
     /// Gives a directory up: payloads that only this directory holds are lost. No read of the directory begins any
     /// more.
     pub(in crate::engine) fn give_up_disk(&mut self, device: DeviceIndex) {
@@ -274,5 +248,327 @@ impl Residency {
         if dropped {
             self.reconcile(id);
         }
+    }
+}
+
+/// Payloads that an order has taken out of the index, by tier, and their bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(in crate::engine) struct ClearTotals {
+    /// Number of the order.
+    pub(in crate::engine) order: u64,
+    pub(in crate::engine) blocks: [u64; 2],
+    pub(in crate::engine) bytes: [u64; 2],
+}
+
+/// The progress of a pass.
+#[derive(Clone, Debug)]
+pub(in crate::engine) struct Sweep {
+    /// Number of the order.
+    pub(in crate::engine) order: u64,
+    /// Nodes whose last use was at this tick or before are removed.
+    pub(in crate::engine) until: u64,
+    pub(in crate::engine) erases: bool,
+    next: NodeId,
+    /// Nodes that are in use although they are old enough to be cleared.
+    pub(in crate::engine) in_use: u64,
+    /// Nodes that this pass has removed.
+    pub(in crate::engine) removed: u64,
+}
+
+impl Sweep {
+    pub(in crate::engine) fn new(order: u64, until: u64, erases: bool) -> Self {
+        Self {
+            order,
+            until,
+            erases,
+            next: 0,
+            in_use: 0,
+            removed: 0,
+        }
+    }
+
+    /// Begins another pass.
+    pub(in crate::engine) fn again(&mut self) {
+        (self.next, self.in_use, self.removed) = (0, 0, 0);
+    }
+}
+
+impl Residency {
+    /// Continues a pass for about `steps` nodes; one pass at a time is under way. Returns whether the pass is over.
+    pub(in crate::engine) fn step_sweep(&mut self, sweep: &mut Sweep, steps: usize) -> bool {
+        let mut steps = steps;
+        while steps > 0 {
+            if self.has_many_erasures() {
+                return false;
+            }
+            let bared = self.bared.get_or_insert_default().pop();
+            let bared = bared.filter(|&(id, epoch)| self.forest.is_live(id, epoch));
+            let id = bared.map_or(sweep.next, |(id, _)| id);
+            if bared.is_none() {
+                if sweep.next as usize >= self.forest.ids_given() {
+                    self.bared = None;
+                    return true;
+                }
+                sweep.next += 1;
+            }
+            work::node();
+            // The removal of a node costs more than a look at a node.
+            let of_node = if self.sweep_node(id, sweep) { 2 } else { 1 };
+            steps = steps.saturating_sub(of_node);
+        }
+        false
+    }
+
+    /// Removes a node if it is a leaf without a later use. Returns whether the node has left the index.
+    fn sweep_node(&mut self, id: NodeId, sweep: &mut Sweep) -> bool {
+        if !self.forest.is_used(id) || !self.is_stale_leaf(id, sweep.until) {
+            return false;
+        }
+        if self.is_needed(id) {
+            sweep.in_use += 1;
+            return false;
+        }
+        self.count_cleared(id, sweep.order);
+        sweep.removed += 1;
+        if sweep.erases {
+            // Detached nodes below may keep this node for a while, but need not keep its bytes.
+            self.queue_erasures(id);
+        }
+        self.remove_subtree(id);
+        true
+    }
+
+    /// Ends the pass under way.
+    pub(in crate::engine) fn end_pass(&mut self) {
+        self.bared = None;
+    }
+
+    /// Lets a pass look again at the parent of a node that has left the index: the parent may have become a leaf.
+    pub(super) fn note_bared(&mut self, id: NodeId) {
+        let Some(parent) = self.parent(id).filter(|_| self.bared.is_some()) else {
+            return;
+        };
+        let node = self.node(parent);
+        if node.is_detached() || self.forest.first_child(parent) != NONE || self.is_ending(node.ns)
+        {
+            return;
+        }
+        let bared = (parent, node.epoch);
+        self.bared.get_or_insert_default().push(bared);
+    }
+
+    fn is_stale_leaf(&self, id: NodeId, until: u64) -> bool {
+        let node = self.node(id);
+        !node.is_detached() && node.touch().last <= until && self.forest.first_child(id) == NONE
+    }
+
+    /// Whether a lease, a copy or an IO operation needs a node.
+    fn is_needed(&self, id: NodeId) -> bool {
+        let node = self.node(id);
+        !node.is_idle() || node.uses().holds > 0
+    }
+
+    /// Counts a node that is about to leave the index because of an order.
+    pub(super) fn count_cleared(&mut self, id: NodeId, order: u64) {
+        if self.cleared.order != order {
+            return;
+        }
+        for group in self.node(id).groups() {
+            let payload = self.node(id).payload(group);
+            let bytes = u64::from(self.payload_bytes(id, group));
+            for tier in Tier::ALL
+                .into_iter()
+                .filter(|&tier| payload.is_readable(tier))
+            {
+                self.cleared.blocks[tier as usize] += 1;
+                self.cleared.bytes[tier as usize] += bytes;
+            }
+        }
+    }
+
+    /// Brings the tables up to date, durably: no restart finds a block that is not there now, also none that was evicted
+    /// before.
+    pub(in crate::engine) fn order_records(&mut self) {
+        self.disks.iter_mut().for_each(Disk::order_records);
+    }
+
+    /// Notes that a namespace is about to end because of an order.
+    pub(in crate::engine) fn set_leaving(&mut self, ns: NsId, leaving: Option<Leaving>) {
+        self.geometry[usize::from(ns)].leaving = leaving;
+    }
+
+    /// Number of nodes, in the index or in use, that are left of a namespace that ended because of an order.
+    pub(in crate::engine) fn left_of(&self, ns: NsId, order: u64) -> u64 {
+        let leaving = self.geometry[usize::from(ns)].leaving;
+        match leaving.filter(|of| of.order == order) {
+            Some(_) => u64::from(self.forest.count(ns)),
+            None => 0,
+        }
+    }
+}
+
+/// At this number of pending erasures of directories that answer, no further node is removed.
+const QUEUED_MAX: usize = 512;
+
+/// Payloads whose bytes are to be erased, or are being erased.
+///
+/// Invariant: each payload leases its node, which has left the index; each payload is on disk.
+#[derive(Debug, Default)]
+pub(in crate::engine) struct Erasures {
+    /// The payloads whose erasure has not started, by directory.
+    queues: BTreeMap<DeviceIndex, VecDeque<(NodeId, u8)>>,
+    /// All of the payloads.
+    pending: FxHashSet<(NodeId, u8)>,
+    /// Bytes erased since the start: the medium was told.
+    pub(in crate::engine) bytes: u64,
+    /// By directory: bytes erased since the last sync began, and bytes whose sync is under way.
+    unsynced: BTreeMap<DeviceIndex, (u64, u64)>,
+    /// Writes whose bytes were not erased.
+    pub(in crate::engine) failures: u64,
+    /// The bytes of nodes whose last use was at this tick or before are erased, by an order whose pass is not over.
+    pub(in crate::engine) until: Option<u64>,
+}
+
+impl Erasures {
+    pub(in crate::engine) fn len(&self) -> usize {
+        self.pending.len()
+    }
+
+    /// Takes the first payload of a directory whose erasure has not started. The caller starts or ends the erasure.
+    pub(in crate::engine) fn take(&mut self, device: DeviceIndex) -> Option<(NodeId, u8)> {
+        self.queues.get_mut(&device)?.pop_front()
+    }
+
+    /// Whether a directory has erased bytes whose sync has not begun.
+    pub(in crate::engine) fn needs_sync(&self, device: DeviceIndex) -> bool {
+        let of = self.unsynced.get(&device);
+        of.is_some_and(|&(waiting, syncing)| waiting > 0 && syncing == 0)
+    }
+
+    /// Whether a directory has erasures of which its medium may not know.
+    pub(in crate::engine) fn is_unsynced(&self, device: DeviceIndex) -> bool {
+        self.unsynced.contains_key(&device)
+    }
+
+    /// Whether the medium was told of all erasures.
+    pub(in crate::engine) fn is_durable(&self) -> bool {
+        self.pending.is_empty() && self.unsynced.is_empty()
+    }
+
+    /// A sync of a data file begins.
+    pub(in crate::engine) fn sync_begins(&mut self, device: DeviceIndex) {
+        if let Some((waiting, syncing)) = self.unsynced.get_mut(&device) {
+            *syncing = std::mem::take(waiting);
+        }
+    }
+
+    /// A sync of a data file has ended.
+    pub(in crate::engine) fn sync_ended(&mut self, device: DeviceIndex, ok: bool) {
+        let Some((mut waiting, syncing)) = self.unsynced.remove(&device) else {
+            return;
+        };
+        match ok {
+            true => self.bytes += syncing,
+            false => waiting += syncing,
+        }
+        if waiting > 0 {
+            self.unsynced.insert(device, (waiting, 0));
+        }
+    }
+
+    /// The payloads, each of which leases its node.
+    #[cfg(feature = "check")]
+    pub(in crate::engine) fn iter(&self) -> impl Iterator<Item = (NodeId, u8)> {
+        self.pending.iter().copied()
+    }
+}
+
+impl Residency {
+    /// Erasures that have not started, of the directories that answer: the erasures of a directory that hangs wait
+    /// for the directory, and nothing else waits for them.
+    fn waiting_erasures(&self) -> usize {
+        let queues = self.erasures.queues.iter();
+        let answering = queues.filter(|&(device, _)| self.ends_erasures(*device));
+        answering.map(|(_, queue)| queue.len()).sum()
+    }
+
+    /// Whether the erasures of a directory end, well or not.
+    fn ends_erasures(&self, device: DeviceIndex) -> bool {
+        let health = &self.disks[device.index()].health;
+        health.answers() || !health.is_alive()
+    }
+
+    /// Whether an erasure can be started, now or when others have ended.
+    pub(in crate::engine) fn has_waiting_erasures(&self) -> bool {
+        self.waiting_erasures() > 0
+    }
+
+    /// Whether no further node may be removed before some erasures have ended.
+    pub(in crate::engine) fn has_many_erasures(&self) -> bool {
+        self.waiting_erasures() >= QUEUED_MAX
+    }
+
+    /// Whether the bytes of a node are erased when it is freed.
+    pub(in crate::engine) fn erases(&self, id: NodeId) -> bool {
+        let leaving = self.geometry[usize::from(self.node(id).ns)].leaving;
+        leaving.is_some_and(|of| of.erases)
+    }
+
+    /// Whether an order wants the bytes of a node erased, in this pass or when the node is freed.
+    pub(in crate::engine) fn is_to_be_erased(&self, id: NodeId) -> bool {
+        let last = self.node(id).touch().last;
+        self.erases(id) || self.erasures.until.is_some_and(|until| last <= until)
+    }
+
+    /// Queues the payloads of a node without uses for erasure. Returns whether there are any.
+    pub(super) fn queue_erasures(&mut self, id: NodeId) -> bool {
+        let mut queued = false;
+        for group in self.node(id).groups() {
+            if self.node(id).payload(group).disk == DiskState::Present {
+                work::queued();
+                self.pin(id);
+                let device = self.node(id).device;
+                let queue = self.erasures.queues.entry(device).or_default();
+                queue.push_back((id, group));
+                self.erasures.pending.insert((id, group));
+                queued = true;
+            }
+        }
+        queued
+    }
+
+    /// Where a payload lies in the data file, and the bytes of its slot.
+    pub(in crate::engine) fn disk_range(&self, id: NodeId, group: u8) -> (u64, u32) {
+        let region = self.region(id, Tier::Disk);
+        let bytes = self.slots(region).slot_bytes(self.class(id, region, group));
+        let offset = slot_offset(self.node(id).payload(group).disk_slot);
+        (
+            offset,
+            u32::try_from(bytes).expect("a slot is no larger than a page"),
+        )
+    }
+
+    /// Frees the slot of a payload whose bytes have been erased, or cannot be erased.
+    pub(in crate::engine) fn erasure_ended(
+        &mut self,
+        (id, group): (NodeId, u8),
+        result: Result<u64, IoFault>,
+    ) {
+        self.erasures.pending.remove(&(id, group));
+        match result {
+            Ok(_) => {
+                let (device, bytes) = (self.node(id).device, self.payload_bytes(id, group));
+                let of_device = self.erasures.unsynced.entry(device).or_default();
+                of_device.0 += u64::from(bytes);
+            }
+            Err(_) => self.erasures.failures += 1,
+        }
+        self.free_disk(id, group, Loss::Erased);
+        self.unpin(id);
+    }
+
+    /// Whether a payload waits for its erasure, so that its slot stays in use.
+    pub(super) fn is_erased(&self, id: NodeId, group: u8) -> bool {
+        self.erasures.pending.contains(&(id, group))
     }
 }

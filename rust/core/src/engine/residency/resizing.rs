@@ -11,8 +11,7 @@ use crate::metrics::Counters;
 use crate::policy::Leaf;
 use crate::slots::{Class, Run};
 
-use super::geometry::Region;
-use super::state::Residency;
+use super::state::{Region, Residency};
 
 /// Most pages that one entry withholds or puts back, and most leaves that it evicts.
 const STEPS: usize = 4;

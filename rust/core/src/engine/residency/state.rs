@@ -1,24 +1,23 @@
-//! The fields of residency, and the functions by which other parts read them.
+//! The fields of residency, and the functions by which other parts read them; the payloads of each namespace with their
+//! size class in each region; the changes that are noted for those who listen
+//! ([`Changes`](super::super::changes::Changes)); the checksums of the payloads in the arena, by slot.
 
 use std::ops::Range;
 
 use crate::disk::Disk;
 use crate::forest::{DeviceIndex, Forest, NONE, NodeId, NodeRef, NsId, Tier};
+use crate::key::BlockHash;
 use crate::namespace::NamespaceSpec;
 use crate::policy::{Policy, PolicyKind, TierPolicies};
-use crate::slots::{Slots, page_bytes_for};
+use crate::session::BlockEvent;
+use crate::slots::{Class, Slots, page_bytes_for, slot_offset};
 
-use super::super::changes::Changes;
+use super::super::changes::{Change, Changes};
 use super::super::config::EngineConfig;
-use super::erasures::Erasures;
-use super::geometry::{Geometry, Region};
-use super::host_checksums::HostChecksums;
 use super::page_moves::{Moves, PageMove};
-use super::placeholders::Placeholders;
-use super::removal::Removals;
+use super::reach::{Placeholders, Rest};
+use super::removal::{ClearTotals, Erasures, Removals};
 use super::resizing::Resizing;
-use super::rest::Rest;
-use super::sweep::ClearTotals;
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
 const BLOCK_BYTES_LOG2: u32 = 16;
@@ -250,4 +249,229 @@ pub(super) fn new_policy(kind: PolicyKind, bytes: u64, seed: u64) -> Policy {
     let blocks = (bytes >> BLOCK_BYTES_LOG2).max(POLICY_BLOCKS_MIN);
     let blocks = usize::try_from(blocks).expect("a 64-bit machine");
     Policy::new(kind, blocks, seed)
+}
+
+/// A region that slots are allocated from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) enum Region {
+    /// The arena.
+    Host,
+    /// The data file of a directory.
+    Disk(DeviceIndex),
+}
+
+impl Region {
+    /// The region's number: the arena, then the directories.
+    pub(super) fn index(self) -> usize {
+        match self {
+            Self::Host => 0,
+            Self::Disk(device) => 1 + device.index(),
+        }
+    }
+
+    pub(super) fn tier(self) -> Tier {
+        match self {
+            Self::Host => Tier::Host,
+            Self::Disk(_) => Tier::Disk,
+        }
+    }
+}
+
+/// A namespace that an operator has cleared: its last blocks leave as they become free.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::engine) struct Leaving {
+    /// Number of the order.
+    pub(in crate::engine) order: u64,
+    /// The bytes on disk are erased.
+    pub(in crate::engine) erases: bool,
+}
+
+/// The payloads of one namespace.
+#[derive(Debug)]
+pub(in crate::engine) struct Geometry {
+    pub(super) spec: NamespaceSpec,
+    /// Size class of each group in the arena; `None` for ignored groups.
+    pub(super) host_class: Vec<Option<Class>>,
+    /// Size class of each group, by directory.
+    pub(super) disk_class: Vec<Vec<Option<Class>>>,
+    /// `Some` if an operator has cleared the namespace.
+    pub(super) leaving: Option<Leaving>,
+}
+
+impl Geometry {
+    pub(super) fn class(&self, region: Region, group: usize) -> Option<Class> {
+        let classes = match region {
+            Region::Host => &self.host_class,
+            Region::Disk(device) => &self.disk_class[device.index()],
+        };
+        *classes.get(group)?
+    }
+}
+
+impl Residency {
+    /// The event that a payload of a node has become readable in a tier (`stored`), or is no longer readable.
+    pub(in crate::engine) fn event(
+        &self,
+        id: NodeId,
+        group: u8,
+        tier: Tier,
+        stored: bool,
+    ) -> BlockEvent {
+        let parent = self.parent(id).filter(|_| stored);
+        BlockEvent {
+            tier: tier.into(),
+            stored,
+            group,
+            hash: self.node(id).hash,
+            parent: parent.map(|parent| self.node(parent).hash),
+        }
+    }
+
+    /// Notes that a payload of a node has become readable in a tier (`stored`), or is no longer readable.
+    pub(super) fn note_event(&mut self, id: NodeId, group: u8, tier: Tier, stored: bool) {
+        if !self.changes.has_feeds || self.node(id).is_detached() {
+            return;
+        }
+        let event = self.event(id, group, tier, stored);
+        let (ns, node) = (self.node(id).ns, id);
+        self.changes.note(Change::Payload { ns, node, event });
+    }
+
+    /// Notes that the last payload of a block has left a tier.
+    pub(super) fn note_departure(
+        &mut self,
+        (ns, hash): (NsId, BlockHash),
+        tier: Tier,
+        evicted: bool,
+    ) {
+        if self.changes.has_departures {
+            self.changes.note(Change::Departure {
+                ns,
+                hash,
+                tier,
+                evicted,
+            });
+        }
+    }
+
+    /// Notes that a node is about to leave the index: no lookup finds its payloads any more.
+    pub(super) fn note_detached(&mut self, id: NodeId) {
+        if !self.changes.has_feeds {
+            return;
+        }
+        for (group, tier) in self.readable(id) {
+            self.note_event(id, group, tier, false);
+        }
+    }
+
+    /// Groups and tiers of a node's readable payloads.
+    pub(in crate::engine) fn readable(&self, id: NodeId) -> Vec<(u8, Tier)> {
+        let payloads = (0u8..).zip(self.node(id).payloads());
+        let in_tiers = payloads.flat_map(|(group, payload)| {
+            let tiers = Tier::ALL.into_iter();
+            let tiers = tiers.filter(move |&tier| payload.is_readable(tier));
+            tiers.map(move |tier| (group, tier))
+        });
+        in_tiers.collect()
+    }
+
+    /// The events that a complete feed has told of a namespace, by hash, group and tier.
+    #[cfg(feature = "check")]
+    pub(in crate::engine) fn announced(&self, ns: NsId) -> Vec<BlockEvent> {
+        let ids = self.forest.ids();
+        let ids = ids.filter(|&id| self.node(id).ns == ns && !self.node(id).is_detached());
+        let all = ids.flat_map(|id| {
+            let payloads = self.readable(id).into_iter();
+            payloads.map(move |(group, tier)| self.event(id, group, tier, true))
+        });
+        all.collect()
+    }
+
+    /// The payloads in the tiers: namespace, hash, group, and the place on disk.
+    #[cfg(feature = "check")]
+    #[expect(clippy::type_complexity, reason = "only the simulator takes it")]
+    pub(in crate::engine) fn held(&self) -> Vec<(NsId, BlockHash, u8, Option<(u16, u64, u32)>)> {
+        let ids = self.forest.ids();
+        let ids = ids.filter(|&id| !self.node(id).is_detached());
+        let all = ids.flat_map(|id| {
+            let node = self.node(id);
+            let payloads = self.readable(id).into_iter();
+            payloads.map(move |(group, tier)| {
+                let place = (tier == Tier::Disk).then(|| {
+                    let (offset, bytes) = self.disk_range(id, group);
+                    (node.device.number(), offset, bytes)
+                });
+                (node.ns, node.hash, group, place)
+            })
+        });
+        all.collect()
+    }
+}
+
+/// The value for an unknown checksum. A payload whose checksum is 0, one in 2^64, is not compared.
+const UNKNOWN: u64 = 0;
+
+/// The checksums of payloads in the arena, as far as they are known: 8 bytes for each slot.
+///
+/// Invariant: the entry of a slot belongs to the payload in the slot.
+#[derive(Debug, Default)]
+pub(super) struct HostChecksums {
+    pages: Vec<Vec<u64>>,
+}
+
+impl HostChecksums {
+    fn get(&self, (page, slot): (usize, usize)) -> u64 {
+        let found = self.pages.get(page).and_then(|slots| slots.get(slot));
+        found.copied().unwrap_or(UNKNOWN)
+    }
+
+    fn set(&mut self, (page, slot): (usize, usize), checksum: u64) {
+        if self.pages.len() <= page {
+            self.pages.resize(page + 1, Vec::new());
+        }
+        let slots = &mut self.pages[page];
+        if slots.len() <= slot {
+            slots.resize(slot + 1, UNKNOWN);
+        }
+        slots[slot] = checksum;
+    }
+}
+
+impl Residency {
+    /// The checksum of a payload in the arena, if it is known.
+    pub(in crate::engine) fn host_checksum(&self, id: NodeId, group: u8) -> Option<u64> {
+        let known = self.host_checksums.get(self.host_place(id, group));
+        (known != UNKNOWN).then_some(known)
+    }
+
+    /// Takes the checksum of the bytes that are now in a payload's slot of the arena. False if another checksum of the
+    /// payload is known. The first checksum is kept.
+    pub(in crate::engine) fn is_unchanged(&mut self, id: NodeId, group: u8, found: u64) -> bool {
+        match self.host_checksum(id, group) {
+            Some(known) => known == found,
+            None => {
+                self.set_host_checksum(id, group, Some(found));
+                true
+            }
+        }
+    }
+
+    /// Notes the checksum of a payload that is about to fill its slot.
+    pub(in crate::engine) fn set_host_checksum(
+        &mut self,
+        id: NodeId,
+        group: u8,
+        checksum: Option<u64>,
+    ) {
+        let place = self.host_place(id, group);
+        self.host_checksums.set(place, checksum.unwrap_or(UNKNOWN));
+    }
+
+    /// Page and slot of a payload in the arena.
+    fn host_place(&self, id: NodeId, group: u8) -> (usize, usize) {
+        let class = self.class(id, Region::Host, group);
+        let offset = slot_offset(self.node(id).payload(group).host_slot);
+        let page = self.host.page_of(offset) as usize;
+        (page, self.host.slot_at(class, offset))
+    }
 }
