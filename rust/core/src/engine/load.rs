@@ -67,6 +67,23 @@ impl Engine {
         let (target, payloads) = self.load_of(id, computed, external)?;
         let extents = self.residency.extents(&payloads);
         let bytes = self.residency.slot_bytes_of(&payloads);
+        let key = self.start_load((id, request), (target, bytes), (computed, external));
+        Some(Load {
+            id: id_of(key),
+            session: SessionToken::default(),
+            extents,
+            sources,
+        })
+    }
+
+    /// Starts the load of a request's hit up to `target`, which leases the payloads instead of the request.
+    pub(super) fn start_load(
+        &mut self,
+        (id, request): (RequestId, &str),
+        (target, bytes): (NodeId, u64),
+        (computed, external): (Tokens, Tokens),
+    ) -> TransferKey {
+        let session = self.sessions.requests[id].session;
         let promise = self.promise(id, computed, external);
         self.note_load(id);
         let hash_block_size = self.residency.spec_of(target).hash_block_size;
@@ -79,16 +96,10 @@ impl Engine {
             request: request.into(),
             promise,
         };
-        let key = self.sessions.begin_transfer(TransferState {
+        self.sessions.begin_transfer(TransferState {
             session,
             bytes,
             kind,
-        });
-        Some(Load {
-            id: id_of(key),
-            session: SessionToken::default(),
-            extents,
-            sources,
         })
     }
 

@@ -9,7 +9,6 @@ use super::coordinator::Engine;
 use super::fetch::LastAnswer;
 use super::ids::{RequestId, SessionId};
 use super::load::id_of;
-use super::sessions::{TransferKind, TransferState};
 
 /// The places of the payloads of a hit, listed from the end of the hit to its beginning.
 #[derive(Clone, Debug)]
@@ -208,20 +207,7 @@ impl Engine {
             .collect();
         let bytes = self.residency.bytes_of(ns, boundary, &after);
         let target = self.residency.forest().ancestor(hit, boundary);
-        let promise = self.promise(id, computed, external);
-        self.note_load(id);
-        // The load's lease begins before the request's ends.
-        self.residency.pin_hit(target);
-        self.release_hit(id);
-        let key = self.sessions.begin_transfer(TransferState {
-            session,
-            bytes,
-            kind: TransferKind::Load {
-                lease: target,
-                request: request.into(),
-                promise,
-            },
-        });
+        let key = self.start_load((id, request), (target, bytes), (computed, external));
         Some(id_of(key))
     }
 

@@ -75,6 +75,22 @@ fn one_host_loads_what_another_has_computed() {
 }
 
 #[test]
+fn a_servers_load_counts_the_tokens_that_came_from_the_store() {
+    let hashes = chain(&[(1, 70)]);
+    let config = config(256, 8);
+    let mut objects = computed(&config, &hashes);
+    let (mut reader, session) = host(config);
+    let (tokens, _) = reader.ask(session, "r", &hashes, &mut objects, &mut Random(2));
+    let external = Tokens(tokens);
+    let load = reader.enter(|engine| engine.begin_known_load(session, "r", Tokens(0), external));
+    assert!(load.is_some());
+    assert_eq!(
+        reader.engine.counters().remote_hit_tokens,
+        u64::from(tokens)
+    );
+}
+
+#[test]
 fn a_hit_begins_in_the_tiers_and_ends_in_the_store() {
     let hashes = chain(&[(1, 64)]);
     let config = config(256, 8);
