@@ -9,11 +9,11 @@ use crate::key::HashSource;
 use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
 
 use super::coordinator::Engine;
-use super::fetch::{LastAnswer, Share};
+use super::fetch::{LastAnswer, Reads, Share};
 use super::ids::{RequestId, SessionId};
 use super::lookup_cursor::{Ending, FoundChain, LookupCursor, SearchSpan};
 use super::planner::FetchSource;
-use super::plans::Reads;
+
 use super::promotions::PromotionEnd;
 
 /// Promotions that one lookup may start before it is answered: payloads may be evicted or lost again and again.

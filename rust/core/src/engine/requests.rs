@@ -5,8 +5,8 @@ use slotmap::SlotMap;
 use crate::session::Tokens;
 
 use super::explain::Answered;
+use super::fetch::Planned;
 use super::ids::{RequestId, SessionId};
-use super::plans::Planned;
 use super::save_cursor::BlockOffers;
 
 /// The lookups of all sessions.

@@ -8,8 +8,8 @@ use crate::forest::{NodeId, NsId};
 use crate::session::{SessionSpec, Tokens};
 
 use super::explain::Answered;
+use super::fetch::Planned;
 use super::ids::{RequestId, SessionId, TransferKey};
-use super::plans::Planned;
 use super::requests::{RequestState, Requests};
 use super::save_cursor::{BlockOffers, SaveCursor};
 

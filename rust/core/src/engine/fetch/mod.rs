@@ -4,7 +4,9 @@
 //! parts that bring payloads, `promotions` and `remote`, may change the shares, and know nothing else of a request.
 
 mod pace;
+mod plans;
 mod shares;
 
 pub(super) use pace::Pace;
+pub(super) use plans::{Planned, Reads};
 pub(super) use shares::{LastAnswer, Promotion, Share, Shares, Verified};

@@ -2,33 +2,34 @@
 
 use crate::session::{Step, Tokens};
 
-use super::coordinator::Engine;
-use super::fetch::{Pace, Promotion};
-use super::ids::{RequestId, SessionId};
-use super::planner::{FetchSource, MEASURE_AFTER_NS, Prompt, Reading, Reason, Stop};
-use super::promotions::front;
-use super::sessions::LoadPromise;
+use super::super::coordinator::Engine;
+use super::super::ids::{RequestId, SessionId};
+use super::super::planner::{FetchSource, MEASURE_AFTER_NS, Prompt, Reading, Reason, Stop};
+use super::super::promotions::front;
+use super::super::sessions::LoadPromise;
+use super::pace::Pace;
+use super::shares::Promotion;
 
 /// The planner's inputs for a request, and its decisions. Tokens count from the start of the prompt.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Planned {
+pub(in crate::engine) struct Planned {
     /// Tokens that the device holds.
-    pub(super) computed: u32,
+    pub(in crate::engine) computed: u32,
     /// Tokens of the prompt.
-    pub(super) end: u32,
+    pub(in crate::engine) end: u32,
     /// Tokens that vLLM computes before this request.
-    pub(super) queued: u32,
+    pub(in crate::engine) queued: u32,
     /// A hit of fewer tokens, with those on the device, does not serve the request.
-    pub(super) min: u32,
+    pub(in crate::engine) min: u32,
     /// Whether the request needed a hit to be served at the last lookup.
-    pub(super) needs_hit: bool,
+    pub(in crate::engine) needs_hit: bool,
     /// How long its last answer took.
-    pub(super) waited_ns: u64,
+    pub(in crate::engine) waited_ns: u64,
 }
 
 /// The payloads to read, of those that a hit needs from disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Reads {
+pub(in crate::engine) enum Reads {
     All,
     /// A few payloads, for which no request waits, to measure the device.
     Some,
@@ -37,7 +38,7 @@ pub(super) enum Reads {
 
 impl Planned {
     /// Notes that a lookup asks for the tokens after `computed`, up to `end`.
-    pub(super) fn note(&mut self, computed: u32, end: u32) {
+    pub(in crate::engine) fn note(&mut self, computed: u32, end: u32) {
         (self.computed, self.end) = (computed, end);
     }
 }
@@ -51,13 +52,13 @@ impl Engine {
     }
 
     /// The fewest tokens that a load of a request may gain.
-    pub(super) fn least(&self, id: RequestId) -> u32 {
+    pub(in crate::engine) fn least(&self, id: RequestId) -> u32 {
         let session = self.sessions.requests[id].session;
         let least = self.config.min_load_tokens;
         least.unwrap_or_else(|| self.planner.least(session)).max(1)
     }
 
-    pub(super) fn prompt(&self, id: RequestId) -> Prompt {
+    pub(in crate::engine) fn prompt(&self, id: RequestId) -> Prompt {
         let state = &self.sessions.requests[id];
         let ns = self.sessions.get(state.session).map(|session| session.ns);
         let ns = ns.expect("a request belongs to a session");
@@ -72,7 +73,7 @@ impl Engine {
 
     /// Whether a load of the blocks in host memory, up to `boundary` hash blocks, is worth its
     /// copy.
-    pub(super) fn is_copy_worth(&mut self, id: RequestId, boundary: u32) -> bool {
+    pub(in crate::engine) fn is_copy_worth(&mut self, id: RequestId, boundary: u32) -> bool {
         let prompt = self.prompt(id);
         let to = boundary * self.hash_block_size_of(id);
         let is_worth = self.planner.is_copy_worth(&prompt, to, self.now_ns);
@@ -86,7 +87,7 @@ impl Engine {
         is_worth
     }
 
-    pub(super) fn hash_block_size_of(&self, id: RequestId) -> u32 {
+    pub(in crate::engine) fn hash_block_size_of(&self, id: RequestId) -> u32 {
         let session = self.sessions.get(self.sessions.requests[id].session);
         let session = session.expect("a request belongs to a session");
         self.residency.hash_block_size(session.ns)
@@ -94,7 +95,7 @@ impl Engine {
 
     /// Whether to read the payloads that a hit up to `disk` hash blocks needs and a hit up to
     /// `host` does not.
-    pub(super) fn plans_promotion(
+    pub(in crate::engine) fn plans_promotion(
         &mut self,
         id: RequestId,
         (host, disk): (u32, u32),
@@ -157,7 +158,7 @@ impl Engine {
 
     /// Why a request's planned wait for its promotion is over, with the tokens that have not arrived; `None` if the
     /// wait goes on, or there is no such wait.
-    pub(super) fn promotion_stop(&self, id: RequestId) -> Option<(Stop, u32)> {
+    pub(in crate::engine) fn promotion_stop(&self, id: RequestId) -> Option<(Stop, u32)> {
         let (planned, share) = (&self.sessions.requests[id].planned, &self.shares[id]);
         let promotion = share.waits.disk.as_ref()?;
         self.plan_stop(id, Tokens(planned.computed), |_| {
@@ -190,7 +191,12 @@ impl Engine {
     }
 
     /// The predicted times that a load takes and saves.
-    pub(super) fn promise(&self, id: RequestId, computed: Tokens, external: Tokens) -> LoadPromise {
+    pub(in crate::engine) fn promise(
+        &self,
+        id: RequestId,
+        computed: Tokens,
+        external: Tokens,
+    ) -> LoadPromise {
         let state = &self.sessions.requests[id];
         let to = computed.0.saturating_add(external.0);
         let prompt = Prompt {
@@ -206,7 +212,12 @@ impl Engine {
     }
 
     /// Learns from a load that the workers have copied.
-    pub(super) fn load_ended(&mut self, session: SessionId, bytes: u64, promise: &LoadPromise) {
+    pub(in crate::engine) fn load_ended(
+        &mut self,
+        session: SessionId,
+        bytes: u64,
+        promise: &LoadPromise,
+    ) {
         let took_ns = self.now_ns - promise.began_ns;
         let counters = &mut self.counters;
         if promise.copy_ns > 0.0 {
