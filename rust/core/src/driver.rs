@@ -38,7 +38,7 @@ const TICK: Duration = match cfg!(test) {
     false => Duration::from_millis(5),
 };
 
-/// How often the IO thread looks after work for which nobody waits, such as the ages of payloads that were used.
+/// How often the IO thread looks after work for which no request waits, such as the ages of payloads that were used.
 const LATER: Duration = Duration::from_secs(1);
 
 /// Bytes of payloads in the arena whose checksums are computed before the IO thread polls the devices again. Fewer
@@ -68,6 +68,16 @@ pub trait EngineAccess: std::fmt::Debug + Send + Sync {
     /// Lets waiting threads enter the engine before a thread that enters it again and again: a thread that takes the
     /// mutex again at once keeps out threads that must be woken first. Waits for microseconds.
     fn give_way(&self);
+
+    /// Does work of several entries: enters the engine until `step` answers, and gives way in between.
+    fn drive<R>(&self, mut step: impl FnMut(&mut Engine) -> Option<R>) -> Option<R> {
+        loop {
+            if let Some(answer) = self.enter(&mut step)? {
+                return Some(answer);
+            }
+            self.give_way();
+        }
+    }
 }
 
 /// The engine's clock.

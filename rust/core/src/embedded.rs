@@ -4,14 +4,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::driver::{Driver, EngineAccess};
-use crate::engine::{Engine, Granted, HintCursor, LookupCursor, SessionId};
+use crate::engine::{Engine, HintCursor, LookupCursor, SaveLimit, SaveProgress, SessionId};
 use crate::error::RegisterError;
 use crate::explain::{Reason, Rest};
 use crate::hint::{HintAnswer, HintRefusal, HintRequest};
 use crate::session::{
     BlockEvents, GiveUp, Load, Lookup, LookupRequest, Priority, Save, SaveGrant, SaveRequest,
-    Session, SessionSpec, SessionToken, Step, Tokens, TransferId,
+    Session, SessionSpec, SessionToken, Step, Tokens, TransferEnd, TransferId, append_extents,
 };
+
+/// Blocks that one entry reserves or ends: other threads enter the engine in between.
+const STEP_BLOCKS: usize = 128;
 
 /// A session of an engine in this process.
 #[derive(Debug)]
@@ -45,6 +48,13 @@ impl<A: EngineAccess> EmbeddedSession<A> {
         Self { token, ..self }
     }
 
+    fn end(&self, id: TransferId, end: TransferEnd) {
+        self.engine.drive(|engine| {
+            let has_ended = engine.step_end_of_transfer(id, end, STEP_BLOCKS);
+            has_ended.then_some(())
+        });
+    }
+
     /// The engine's name for the session.
     pub fn id(&self) -> SessionId {
         self.id
@@ -65,7 +75,7 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
         let mut step = |engine: &mut Engine| engine.step_lookup(self.id, request, &mut cursor);
         // An entry makes the IO thread retry promotions that are short of memory. The scheduler looks each
         // pending request up at each step, so a demanded lookup first only reads. A prefetch comes once.
-        let mut answer = match priority {
+        let first = match priority {
             Priority::Prefetch => self.engine.enter(&mut step),
             Priority::Demand => self.engine.read_or_enter(
                 |engine| {
@@ -75,11 +85,14 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
                 &mut step,
             ),
         };
-        while let Some(None) = answer {
-            self.engine.give_way();
-            answer = self.engine.enter(&mut step);
-        }
-        answer.flatten().unwrap_or(Lookup::NOTHING)
+        let answer = match first {
+            Some(None) => {
+                self.engine.give_way();
+                self.engine.drive(step)
+            }
+            answered => answered.flatten(),
+        };
+        answer.unwrap_or(Lookup::NOTHING)
     }
 
     fn wait(&self, request: &str, timeout: Duration) -> bool {
@@ -109,17 +122,36 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     }
 
     fn begin_save(&self, request: &SaveRequest<'_>) -> Save {
-        let granted = self
-            .engine
-            .enter(|engine| engine.begin_save(self.id, request));
-        granted.map_or(Save::Unavailable, |Granted { transfer, refused }| {
-            // Without a transfer, the id has no meaning.
-            let (id, extents) = transfer.map_or_else(
-                || (TransferId(0), Vec::new()),
-                |transfer| (transfer.id, transfer.extents),
-            );
+        let limit = SaveLimit {
+            blocks: STEP_BLOCKS as u32,
+            ..SaveLimit::NONE
+        };
+        let (mut save, mut extents) = (None, Vec::new());
+        let ended = self.engine.drive(|engine| {
+            save = save.or_else(|| engine.start_save(self.id, request));
+            let Some(id) = save else {
+                return Some(false);
+            };
+            match engine.step_save(id, request, limit) {
+                SaveProgress::More(part) => {
+                    append_extents(&mut extents, part);
+                    None
+                }
+                SaveProgress::Ended {
+                    extents: part,
+                    refused,
+                } => {
+                    append_extents(&mut extents, part);
+                    Some(refused)
+                }
+            }
+        });
+        ended.map_or(Save::Unavailable, |refused| {
             Save::Granted(SaveGrant {
-                id,
+                // Without extents, the id has no meaning.
+                id: save
+                    .filter(|_| !extents.is_empty())
+                    .unwrap_or(TransferId(0)),
                 session: self.token,
                 extents,
                 refused,
@@ -133,11 +165,11 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     }
 
     fn end_transfer(&self, id: TransferId, ok: bool) {
-        self.engine.enter(|engine| engine.end_transfer(id, ok));
+        self.end(id, ok.into());
     }
 
     fn give_up(&self, id: TransferId, reason: GiveUp) {
-        self.engine.enter(|engine| engine.give_up(id, reason));
+        self.end(id, TransferEnd::GivenUp(reason));
     }
 
     fn finish_request(&self, request: &str) {
@@ -147,16 +179,10 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
 
     fn hint(&self, request: &HintRequest<'_>) -> HintAnswer {
         let mut cursor = HintCursor::default();
-        loop {
-            let answer = self
-                .engine
-                .enter(|engine| engine.step_hint(self.id, request, &mut cursor));
-            match answer {
-                Some(Some(answer)) => return answer,
-                Some(None) => self.engine.give_way(),
-                None => return HintAnswer::Rejected(HintRefusal::Unavailable),
-            }
-        }
+        let answer = self
+            .engine
+            .drive(|engine| engine.step_hint(self.id, request, &mut cursor));
+        answer.unwrap_or(HintAnswer::Rejected(HintRefusal::Unavailable))
     }
 
     fn take_events(&self, restart: bool) -> BlockEvents {

@@ -209,7 +209,7 @@ pub enum Due {
     Never,
     /// When an operation ends.
     Event,
-    /// Within a second or so, as time passes. Nobody waits for it.
+    /// Within a second or so, as time passes. No request waits for it.
     Later,
     /// A few times in a second: a device that has operations may have stopped answering.
     Look,

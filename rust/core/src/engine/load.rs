@@ -157,7 +157,7 @@ impl Engine {
         while !self.step_end_of_transfer(id, ok, usize::MAX) {}
     }
 
-    /// Ends a transfer that nobody wants any more, see [`Session::give_up`](crate::session::Session::give_up).
+    /// Ends a transfer without its copies, see [`Session::give_up`](crate::session::Session::give_up).
     pub fn give_up(&mut self, id: TransferId, reason: GiveUp) {
         while !self.step_end_of_transfer(id, TransferEnd::GivenUp(reason), usize::MAX) {}
     }

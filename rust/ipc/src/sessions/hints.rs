@@ -55,13 +55,8 @@ impl ServedSession {
                 hint: &asked.hint,
             };
             let mut cursor = HintCursor::default();
-            loop {
-                match driver.enter(|engine| engine.step_hint(self.id, &request, &mut cursor)) {
-                    Some(Some(answer)) => return answer,
-                    Some(None) => driver.give_way(),
-                    None => return HintAnswer::Rejected(HintRefusal::Unavailable),
-                }
-            }
+            let answer = driver.drive(|engine| engine.step_hint(self.id, &request, &mut cursor));
+            answer.unwrap_or(HintAnswer::Rejected(HintRefusal::Unavailable))
         });
         let number = asked.number;
         let answer = answer.unwrap_or(HintAnswer::Rejected(HintRefusal::NotCached));

@@ -90,12 +90,7 @@ impl ServedRequest {
     /// other callers can enter in between. `None`: the engine is broken.
     pub(super) fn lookup(&self, driver: &Driver, id: SessionId) -> Option<Looked> {
         let mut cursor = LookupCursor::default();
-        loop {
-            if let Some(looked) = driver.enter(|engine| self.step(engine, id, &mut cursor))? {
-                return Some(looked);
-            }
-            driver.give_way();
-        }
+        driver.drive(|engine| self.step(engine, id, &mut cursor))
     }
 
     fn step(

@@ -4,6 +4,7 @@
 
 mod branches;
 mod crowd;
+mod embedded;
 mod orphans;
 mod pins;
 mod rig;

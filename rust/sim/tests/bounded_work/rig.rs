@@ -11,9 +11,9 @@ use undercroft_core::slots::page_bytes_for;
 use undercroft_core::work::Work;
 
 /// Units of work that an entry may do, however many blocks the engine holds.
-const UNITS: u64 = 2_000;
+pub(crate) const UNITS: u64 = 2_000;
 /// Further units for each hash block that the caller names.
-const UNITS_PER_BLOCK: u64 = 40;
+pub(crate) const UNITS_PER_BLOCK: u64 = 40;
 
 pub(crate) const BLOCK: u32 = 16;
 pub(crate) const PAYLOAD: u32 = 128 << 10;
@@ -79,7 +79,7 @@ pub(crate) fn hybrid(name: &str, kind: GroupKind) -> NamespaceSpec {
 }
 
 /// Hints may pin all of the arena.
-fn config(host_blocks: u64) -> EngineConfig {
+pub(crate) fn config(host_blocks: u64) -> EngineConfig {
     let host_bytes = host_blocks * u64::from(PAYLOAD);
     EngineConfig {
         pin_bytes: host_bytes,
