@@ -102,6 +102,21 @@ def test_a_save_whose_beginning_the_cache_lacks_says_which_blocks() -> None:
         assert (pool.rows[20:30] == pool.rows[:10]).all()
 
 
+def test_several_chains_are_saved_and_asked_for_together() -> None:
+    with opened({}) as cache:
+        pool = Pool(cache)
+        pool.rows[:] = content(7, 64)
+        chains = [keys(seed, 4) for seed in range(8)]
+        saves = [(one, [pool.blocks(0, 4, row=4 * number)]) for number, one in enumerate(chains)]
+        saved = cache.save_each(saves[:6], timeout_s=5.0)
+        assert [job.complete for job in saved] == [True] * 6
+        assert cache.exists_each([*chains, chains[0][:2]]) == [4 * TOKENS] * 6 + [0, 0, 2 * TOKENS]
+        loaded = Pool(cache)
+        for number, one in enumerate(chains[:6]):
+            assert cache.load(one, [loaded.blocks(0, 4, row=4 * number)]).complete
+        assert (loaded.rows[:24] == pool.rows[:24]).all()
+
+
 def test_a_save_with_a_hole_keeps_what_comes_before_it() -> None:
     with opened({}) as cache:
         pool = Pool(cache)

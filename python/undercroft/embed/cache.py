@@ -189,24 +189,31 @@ class Cache:
         self.session.finish_request(name)
 
     def exists(self, chain: list[bytes], *, timeout_s: float = 0.1) -> int:
-        """The tokens of the deepest hit, in any tier but a remote store. Reads nothing. ``timeout_s``: the longest wait
-        for a server's answer."""
-        name = next(self._names)
+        """The tokens of the deepest hit in any tier but a remote store, without a read. ``timeout_s``: for a server."""
+        return self.exists_each([chain], timeout_s=timeout_s)[0]
+
+    def exists_each(self, chains: Sequence[list[bytes]], *, timeout_s: float = 0.1) -> list[int]:
+        """`exists` of several chains, which are asked together."""
+        names, until = [next(self._names) for _ in chains], time.monotonic() + timeout_s
         try:
-            found = self.session.lookup(name, chain, 0, None, None, _BEYOND)
-            if found.pending and self.session.wait(name, timeout_s):
-                found = self.session.lookup(name, chain, 0, None, None, _BEYOND)
-            return 0 if found.pending else found.shared_tokens
+            found = [
+                self.session.lookup(name, chain, 0, None, None, _BEYOND)
+                for name, chain in zip(names, chains, strict=True)
+            ]
+            for at, name in enumerate(names):
+                if found[at].pending and self.session.wait(name, max(0.0, until - time.monotonic())):
+                    found[at] = self.session.lookup(name, chains[at], 0, None, None, _BEYOND)
+            return [0 if one.pending else one.shared_tokens for one in found]
         finally:
-            self.forget(name)
+            for name in names:
+                self.forget(name)
 
     # Loads and saves
 
     def load(self, chain: list[bytes], blocks: Sequence[Blocks], *, begin: int = 0, timeout_s: float = 5.0) -> Job:
         """Read blocks into the program's memory, and wait for them. Blocks that are not read within ``timeout_s``
         seconds are misses. ``begin``: the tokens before the first block."""
-        name = next(self._names)
-        until = time.monotonic() + timeout_s
+        name, until = next(self._names), time.monotonic() + timeout_s
         try:
             found = self.find(name, chain, begin=begin, wait_s=timeout_s)
             while found.pending and (left := until - time.monotonic()) > 0 and self.wait(name, left):
@@ -219,8 +226,14 @@ class Cache:
     def save(self, chain: list[bytes], blocks: Sequence[Blocks], *, timeout_s: float = 5.0) -> Job:
         """Save blocks, and wait until they are in memory of the cache; they are written to the disk afterwards. Blocks
         for which there is no memory within ``timeout_s`` seconds are not saved."""
-        job = Job(self._checked(blocks), is_load=False, _is_awaited=True)
-        return self._wait_for(self._save(job, chain, timeout_s))
+        return self.save_each([(chain, blocks)], timeout_s=timeout_s)[0]
+
+    def save_each(self, saves: Sequence[tuple[list[bytes], Sequence[Blocks]]], *, timeout_s: float = 5.0) -> list[Job]:
+        """`save` of the blocks of several chains, which are under way together."""
+        jobs = [Job(self._checked(blocks), is_load=False, _is_awaited=True) for _, blocks in saves]
+        for job, (chain, _) in zip(jobs, saves, strict=True):
+            self._save(job, chain, timeout_s)
+        return [self._wait_for(job) for job in jobs]
 
     def begin_load(self, name: str, blocks: Sequence[Blocks], *, begin: int, end: int) -> Job:
         """Start the copies of a hit that `find` has found, from ``begin`` to ``end`` tokens. `poll` returns the job.
@@ -540,7 +553,7 @@ class Cache:
         return self._groups[group].block_tokens or self._block_tokens
 
     def _wait_for(self, job: Job) -> Job:
-        """Wait until a job has ended: copies end by themselves, and saves by their time limit."""
+        """Wait for a job: copies end by themselves, and saves by their time limit."""
         while True:
             with self._lock:
                 attachment = self._attachment

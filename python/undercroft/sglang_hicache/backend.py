@@ -22,14 +22,17 @@ from undercroft.sglang_hicache import identity, options, prefixes, weight_update
 from undercroft.sglang_hicache.pools import Pool
 from undercroft.sglang_hicache.stats import Stats
 from undercroft.sglang_hicache.store import PoolStore
+from undercroft.sglang_hicache.writes import Writes
 
 if TYPE_CHECKING:
     import torch
 
     from undercroft._core import Engine
 
-_TIMEOUT_S = 5.0
-"""Longest wait of a call for loads, saves or a reset. Pages that are late are misses, or are not kept."""
+_TIMEOUT_S = 3.0
+"""Longest wait of a call for loads or saves. Pages that are late are misses, or are not kept. SGLang gives its threads
+ten seconds to end what they do before it drops its caches, and does not survive more: several calls must fit."""
+_RESET_TIMEOUT_S = 5.0
 _FIND_TIMEOUT_S = 1.0
 """Longest wait of a call for answers of a server or a remote store about pages."""
 _PREFIX_KEYS = "hicache_storage_pass_prefix_keys"
@@ -99,7 +102,10 @@ class UndercroftHiCache(HiCacheStorage):
                 # An engine of another process takes one session.
                 is_own = not (self._config.server or self._engine.is_shared)
                 engine = self._engine if is_first or is_own else open_engine(self._config)
-                store = PoolStore(engine, description, pool, self._page_tokens, owns_engine=engine is not self._engine)
+                # Other pools are saved before this one, which waits for them, too.
+                writes = Writes(engine) if is_first else None
+                owns_engine = engine is not self._engine
+                store = PoolStore(engine, description, pool, self._page_tokens, writes=writes, owns_engine=owns_engine)
                 self._stores[pool.name] = store
             except UndercroftError as error:
                 if is_first:
@@ -180,7 +186,7 @@ class UndercroftHiCache(HiCacheStorage):
                 continue  # It never limits the hit.
             store, fitting = self._store(transfer.name), set()
             if store is not None and store.pool.is_trailing:
-                held = store.held(prefix, keys[:found], until)
+                held = store.held(keys[:found], until)
                 count = found
                 if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                     count = max(1, len(transfer.keys or ()))
@@ -255,7 +261,7 @@ class UndercroftHiCache(HiCacheStorage):
 
     def clear(self) -> None:
         """Drop everything of this model, at the latest after some seconds."""
-        until = time.monotonic() + _TIMEOUT_S
+        until = time.monotonic() + _RESET_TIMEOUT_S
         are_durable = [store.reset(until) for store in self._open_stores()]
         if not all(are_durable):
             logger.warning(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from undercroft.config import UndercroftConfig
     from undercroft.sglang_hicache.pools import Pool
 
-FORMAT = 1
+FORMAT = 2
 """Version of the description. Raise it when the reading of SGLang's pools changes."""
 _SETTINGS = {
     "model": (

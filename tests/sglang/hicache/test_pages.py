@@ -22,6 +22,7 @@ from serve_process import ServeProcess
 from undercroft.embed import Cache, Group
 from undercroft.errors import ConfigError
 from undercroft.sglang_hicache import UndercroftHiCache
+from undercroft.sglang_hicache import store as store_module
 
 
 @pytest.fixture(params=POOLS)
@@ -94,6 +95,26 @@ def flip(file: Path, like: torch.Tensor, key: str) -> None:
     with file.open("r+b") as opened_file:
         opened_file.seek(at + 100)
         opened_file.write(bytes([payload[100] ^ 1]))
+
+
+def test_hashes_of_a_prompt_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, numbers, made = opened(tmp_path, mha()), random.Random(3), []
+
+    def fromhex(key: str) -> bytes:
+        made.append(key)
+        return bytes.fromhex(key)
+
+    monkeypatch.setattr(store_module, "bytes", SimpleNamespace(fromhex=fromhex), raising=False)
+    chain_of, prompts = store._stores["kv"]._chain, [keys(f"prompt {number}", 200) for number in range(3)]
+    for prompt in prompts:
+        chain_of(prompt[:100])
+    for _ in range(200):
+        prompt, end = numbers.choice(prompts), numbers.randrange(1, 200)
+        assert chain_of(prompt[:end]) == [bytes.fromhex(key) for key in prompt[:end]]
+    assert len(made) < 1_000
+    mixed = [*prompts[0][:50], *prompts[1][50:60]]
+    assert chain_of(mixed) == [bytes.fromhex(key) for key in mixed]
+    store.close()
 
 
 def test_without_prefixes_nothing_is_kept_and_the_log_names_the_remedy_once(

@@ -87,6 +87,30 @@ def test_a_window_needs_its_last_pages_only(tmp_path: Path) -> None:
     one.store.close()
 
 
+@pytest.mark.parametrize("count", [600, 1_200])
+def test_a_question_about_a_window_reads_each_hash_once(count: int, tmp_path: Path) -> None:
+    one, chain = Hybrid(tmp_path), keys("long", count)
+    kept = one.store._stores[PoolName.SWA]
+    for first in range(0, count, 64):
+        assert all(one.keep(PoolName.SWA, chain[first : first + 64], chain[:first]))
+    asked: list[int] = []
+    session = kept.cache.session
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(session, name)
+
+        def lookup(self, name: str, hashes: list[bytes], *rest: Any) -> Any:
+            asked.append(len(hashes))
+            return session.lookup(name, hashes, *rest)
+
+    kept.cache.session = Counting()
+    assert kept.held(chain, time.monotonic() + 60) == set(range(count))
+    assert sum(asked) == count
+    kept.cache.session = session
+    one.store.close()
+
+
 def test_an_index_needs_all_pages(tmp_path: Path) -> None:
     one = Hybrid(tmp_path)
     one.keep(PoolName.KV, CHAIN, [])
