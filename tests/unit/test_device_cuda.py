@@ -566,6 +566,20 @@ def test_layers_whose_pages_lie_at_other_distances_from_block_to_block(strategy:
     assert [ended.ok for ended in copier.poll()] == [True, True]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_rank_has_the_shard_behind_those_of_the_ranks_before_it(strategy: str) -> None:
+    cache, arena, streams = synthetic_cache(1000, 7, LAYERS, "LBHNC"), Arena.create(ARENA), ManualStreams(0)
+    shard = 1000 * LAYERS
+    for rank in range(3):
+        for page in cache.pages:
+            page[2] = rank + 1
+        lanes = Lanes.make(streams, 5 * shard, 1000, lambda name: AtOnceExecutor())
+        copier = CudaCopier(cache.layout, arena, rank, lanes, None, strategy=strategy)
+        copier.submit(True, [Job(rank, [copy_of([2], [0])])])
+        streams.settle()
+    assert ctypes.string_at(arena.address, 3 * shard) == b"".join(bytes([rank + 1]) * shard for rank in range(3))
+
+
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(ValueError, match="'fast': not one of auto, direct, gather"):
         make(ManualStreams(0), strategy="fast")
