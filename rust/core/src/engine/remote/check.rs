@@ -9,7 +9,7 @@ use super::super::ensure::ensure;
 use super::super::fetch::Shares;
 use super::super::namespaces::Namespaces;
 use super::super::residency::Residency;
-use super::{Operation, Remote};
+use super::{ObjectGet, Operation, Remote};
 
 impl Remote {
     /// The nodes that flights and puts lease.
@@ -20,7 +20,7 @@ impl Remote {
         };
         let flights = self.flights.values().flat_map(of_flight);
         let puts = self.operations.values().flat_map(|of| match &of.operation {
-            Operation::Put { nodes, .. } => nodes.clone(),
+            Operation::Put(put) => put.nodes.clone(),
             _ => Vec::new(),
         });
         flights.chain(puts).filter(|&node| node != NONE)
@@ -50,13 +50,13 @@ impl Remote {
         for of in self.operations.values() {
             match &of.operation {
                 Operation::Probe { .. } => {}
-                Operation::Put { bytes: of, .. } => bytes[1] += of,
-                Operation::Get {
+                Operation::Put(put) => bytes[1] += put.bytes,
+                Operation::Get(ObjectGet {
                     takers,
                     payloads,
                     bytes: of,
                     ..
-                } => {
+                }) => {
                     bytes[0] += of;
                     for (flight, _) in takers {
                         *gets.entry(*flight).or_default() += 1;

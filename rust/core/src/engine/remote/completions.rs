@@ -14,7 +14,7 @@ use super::gets::give_up_payloads;
 use super::pieces::{Piece, last_of, of_boundary};
 use super::recent::fingerprint;
 use super::search::{BoundarySearch, Search};
-use super::{InFlight, Operation, Remote, count_get, count_put};
+use super::{InFlight, ObjectGet, ObjectPut, Operation, Remote, count_get, count_put};
 
 /// Time between two looks for operations that take too long, in nanoseconds.
 const LOOK_NS: u64 = 5_000_000;
@@ -42,7 +42,7 @@ impl Engine {
             return;
         };
         if !is_late {
-            let is_read = !matches!(operation, Operation::Put { .. });
+            let is_read = !matches!(operation, Operation::Put(_));
             remote.reads -= usize::from(is_read);
             remote.judge(&result, !is_read, &mut parts);
         }
@@ -55,78 +55,10 @@ impl Engine {
                 }
                 remote.probe_ended(flight, &result, &mut parts);
             }
-            Operation::Put {
-                nodes,
-                fingerprint,
-                payloads,
-                bytes,
-                payload_bytes,
-            } => {
-                remote.writes -= 1;
-                remote.put_window.ended(bytes, result.is_ok());
-                remote.put_ended(fingerprint, &result, parts.now_ns);
-                if result.is_ok() {
-                    remote.told.add(&payloads, &mut parts);
-                }
-                match result {
-                    Ok(RemoteDone::AlreadyThere) => parts.counters.remote_puts_known += 1,
-                    Ok(_) => count_put(payload_bytes, took_ns, parts.counters),
-                    Err(_) => parts.counters.remote_puts_failed += 1,
-                }
-                for node in nodes.into_iter().rev() {
-                    parts.residency.unpin(node);
-                }
-            }
-            Operation::Get {
-                takers,
-                object,
-                blocks,
-                fingerprint,
-                payloads,
-                bytes,
-                is_first,
-                among,
-            } => {
-                if remote.fetching.get(&object) == Some(&Remote::id_of(token)) {
-                    remote.fetching.remove(&object);
-                }
-                let is_whole = |sums: &Vec<u64>| sums.len() == payloads.len();
-                let (sums, why) = match result {
-                    Ok(RemoteDone::Got(sums)) if is_whole(&sums) => (Some(sums), None),
-                    result => (None, result.err()),
-                };
-                let beside = remote.get_window.in_flight();
-                remote.get_window.ended(bytes, sums.is_some());
-                if sums.is_some() {
-                    let lens = payloads.iter();
-                    let lens =
-                        lens.map(|&(node, group)| parts.residency.payload_bytes(node, group));
-                    count_get(lens.map(u64::from).sum(), took_ns, parts.counters);
-                    let times = (took_ns, parts.now_ns);
-                    learn(times, (is_first, among), beside, &mut parts.rates.remote);
-                    remote.known.insert(fingerprint, parts.now_ns);
-                    remote.told.add(&payloads, &mut parts);
-                } else {
-                    if why.is_some_and(RemoteError::is_of_object) {
-                        remote.told.remove(object.1.namespace, &blocks, &mut parts);
-                    }
-                    if why == Some(RemoteError::NotFound) {
-                        parts.rates.remote.probed(took_ns);
-                        if is_first {
-                            parts.rates.remote.flight_ended(0, 1);
-                        }
-                    }
-                    give_up_payloads(&payloads, parts.residency);
-                }
-                let was_known = remote.note_object(fingerprint, why, parts.now_ns);
-                let mut left = KNOWN_FORGOTTEN;
-                for taker in takers {
-                    if was_known && why == Some(RemoteError::NotFound) {
-                        remote.forget_known(taker.0, taker.1 + 1..u32::MAX, &mut left);
-                    }
-                    remote.get_ended(taker, sums.is_some(), why, &parts);
-                }
-                self.fetched(&payloads, &sums.unwrap_or_default());
+            Operation::Put(put) => remote.take_put(put, result, took_ns, &mut parts),
+            Operation::Get(get) => {
+                let (payloads, sums) = remote.take_get((token, get), result, took_ns, &mut parts);
+                self.fetched(&payloads, &sums);
             }
         }
     }
@@ -160,6 +92,89 @@ fn learn(
 }
 
 impl Remote {
+    /// Takes the end of a put.
+    fn take_put(
+        &mut self,
+        put: ObjectPut,
+        result: Result<RemoteDone, RemoteError>,
+        took_ns: u64,
+        parts: &mut EngineParts<'_>,
+    ) {
+        self.writes -= 1;
+        self.put_window.ended(put.bytes, result.is_ok());
+        self.put_ended(put.fingerprint, &result, parts.now_ns);
+        if result.is_ok() {
+            self.told.add(&put.payloads, parts);
+        }
+        match result {
+            Ok(RemoteDone::AlreadyThere) => parts.counters.remote_puts_known += 1,
+            Ok(_) => count_put(put.payload_bytes, took_ns, parts.counters),
+            Err(_) => parts.counters.remote_puts_failed += 1,
+        }
+        for node in put.nodes.into_iter().rev() {
+            parts.residency.unpin(node);
+        }
+    }
+
+    /// Takes the end of a get. Returns its payloads, and their checksums if they have arrived.
+    fn take_get(
+        &mut self,
+        (token, get): (u64, ObjectGet),
+        result: Result<RemoteDone, RemoteError>,
+        took_ns: u64,
+        parts: &mut EngineParts<'_>,
+    ) -> (Vec<(NodeId, u8)>, Vec<u64>) {
+        let ObjectGet {
+            takers,
+            object,
+            fingerprint,
+            blocks,
+            payloads,
+            bytes,
+            is_first,
+            among,
+        } = get;
+        if self.fetching.get(&object) == Some(&Self::id_of(token)) {
+            self.fetching.remove(&object);
+        }
+        let is_whole = |sums: &Vec<u64>| sums.len() == payloads.len();
+        let (sums, why) = match result {
+            Ok(RemoteDone::Got(sums)) if is_whole(&sums) => (Some(sums), None),
+            result => (None, result.err()),
+        };
+        let beside = self.get_window.in_flight();
+        self.get_window.ended(bytes, sums.is_some());
+        if sums.is_some() {
+            let lens = payloads.iter();
+            let lens = lens.map(|&(node, group)| parts.residency.payload_bytes(node, group));
+            count_get(lens.map(u64::from).sum(), took_ns, parts.counters);
+            let times = (took_ns, parts.now_ns);
+            learn(times, (is_first, among), beside, &mut parts.rates.remote);
+            self.known.insert(fingerprint, parts.now_ns);
+            self.told.add(&payloads, parts);
+        } else {
+            if why.is_some_and(RemoteError::is_of_object) {
+                self.told.remove(object.1.namespace, &blocks, parts);
+            }
+            if why == Some(RemoteError::NotFound) {
+                parts.rates.remote.probed(took_ns);
+                if is_first {
+                    parts.rates.remote.flight_ended(0, 1);
+                }
+            }
+            give_up_payloads(&payloads, parts.residency);
+        }
+        let was_known = self.note_object(fingerprint, why, parts.now_ns);
+        let mut left = KNOWN_FORGOTTEN;
+        for taker in takers {
+            if was_known && why == Some(RemoteError::NotFound) {
+                self.forget_known(taker.0, taker.1 + 1..u32::MAX, &mut left);
+            }
+            self.get_ended(taker, sums.is_some(), why, parts);
+        }
+        (payloads, sums.unwrap_or_default())
+    }
+
     /// Learns from a result whether the store works.
     fn judge(
         &mut self,

@@ -11,7 +11,7 @@ use super::super::residency::Residency;
 use super::flight::Flight;
 use super::pieces::Piece;
 use super::recent::fingerprint;
-use super::{ENTRY_HASH_BLOCKS, Operation, Place, Remote};
+use super::{ENTRY_HASH_BLOCKS, ObjectGet, Operation, Place, Remote};
 
 /// Flights that an entry looks at.
 const FLIGHTS_MAX: usize = 64;
@@ -67,8 +67,8 @@ impl Remote {
         }
         let in_flight = self.get_window.in_flight();
         let last = last.and_then(|id| self.operations.get_mut(id));
-        if let Some(Operation::Get { among, .. }) = last.map(|of| &mut of.operation) {
-            *among = Some(in_flight);
+        if let Some(Operation::Get(get)) = last.map(|of| &mut of.operation) {
+            get.among = Some(in_flight);
         }
         let looked_at = self.order.iter().take(FLIGHTS_MAX);
         let done = looked_at.filter(|&&id| self.flights[id].is_done());
@@ -162,7 +162,7 @@ impl Remote {
         let blocks = self.flights[id]
             .chain
             .blocks_of(piece, parts.residency.spec(place.0));
-        let operation = Operation::Get {
+        let operation = Operation::Get(ObjectGet {
             takers: vec![(id, object)],
             object: place,
             blocks,
@@ -171,7 +171,7 @@ impl Remote {
             bytes,
             is_first,
             among: None,
-        };
+        });
         let token = self.send(operation, parts.now_ns);
         self.fetching.insert(place, Self::id_of(token));
         Some(RemoteRequest::Get {
@@ -202,8 +202,8 @@ impl Remote {
             // The get may never end.
             Some(get) if get.is_late => self.flights[id].ends_at(object),
             Some(get) => {
-                if let Operation::Get { takers, .. } = &mut get.operation {
-                    takers.push((id, object));
+                if let Operation::Get(get) = &mut get.operation {
+                    get.takers.push((id, object));
                     self.flights[id].objects.gets += 1;
                 }
             }

@@ -73,34 +73,38 @@ type Place = (NsId, ObjectKey);
 /// An operation of the store. It holds its slots until its completion, even if no request needs it any more.
 #[derive(Debug)]
 enum Operation {
-    Probe {
-        flight: FlightId,
-    },
-    Get {
-        /// The flights that wait for the object, and its index in each.
-        takers: Vec<(FlightId, u32)>,
-        object: Place,
-        fingerprint: u64,
-        /// All blocks of the object, each with its group.
-        blocks: Vec<(BlockHash, u8)>,
-        /// Payloads being filled, in the order of the request's parts.
-        payloads: Vec<(NodeId, u8)>,
-        /// Bytes that the get window counts.
-        bytes: u64,
-        /// The get is the first of its flight.
-        is_first: bool,
-        /// For the last get that an entry sends: the bytes in flight after the send.
-        among: Option<u64>,
-    },
-    Put {
-        /// The leased nodes.
-        nodes: Vec<NodeId>,
-        fingerprint: u64,
-        payloads: Vec<(NodeId, u8)>,
-        /// Bytes that the put window counts.
-        bytes: u64,
-        payload_bytes: u64,
-    },
+    Probe { flight: FlightId },
+    Get(ObjectGet),
+    Put(ObjectPut),
+}
+
+#[derive(Debug)]
+struct ObjectGet {
+    /// The flights that wait for the object, and its index in each.
+    takers: Vec<(FlightId, u32)>,
+    object: Place,
+    fingerprint: u64,
+    /// All blocks of the object, each with its group.
+    blocks: Vec<(BlockHash, u8)>,
+    /// Payloads being filled, in the order of the request's parts.
+    payloads: Vec<(NodeId, u8)>,
+    /// Bytes that the get window counts.
+    bytes: u64,
+    /// The get is the first of its flight.
+    is_first: bool,
+    /// For the last get that an entry sends: the bytes in flight after the send.
+    among: Option<u64>,
+}
+
+#[derive(Debug)]
+struct ObjectPut {
+    /// The leased nodes.
+    nodes: Vec<NodeId>,
+    fingerprint: u64,
+    payloads: Vec<(NodeId, u8)>,
+    /// Bytes that the put window counts.
+    bytes: u64,
+    payload_bytes: u64,
 }
 
 #[derive(Debug)]
@@ -243,7 +247,7 @@ impl Remote {
     /// Notes an operation that is sent. Returns the token that its completion carries.
     fn send(&mut self, operation: Operation, now_ns: u64) -> u64 {
         self.breaker.sent(now_ns);
-        if matches!(operation, Operation::Put { .. }) {
+        if matches!(operation, Operation::Put(_)) {
             self.writes += 1;
         } else {
             if self.reads == 0 {

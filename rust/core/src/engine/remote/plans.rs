@@ -85,29 +85,13 @@ impl Engine {
         // A part of a window or state is of no use.
         let is_hybrid = wanted.space.is_hybrid;
         let block = if is_hybrid { to - from } else { segment };
-        let rates = &self.planner.rates.remote;
         let is_prefetch = request.priority == Priority::Prefetch;
         let is_idle = remote.get_window.in_flight() == 0;
-        let of_width = |width: u32| {
-            let (first_ns, all_ns) = rates.wait_ns(&Fetch {
-                ahead: remote.ahead_of(under_way),
-                segments: wanted.segments,
-                bytes: wanted.space.bytes,
-                width,
-                is_probed: is_hybrid || wanted.segments > FETCHED,
-                silent_ns: remote.silent_ns(self.now_ns),
-            });
-            Reading {
-                first_ns: if is_hybrid { all_ns } else { first_ns },
-                all_ns,
-                block,
-                together: block.saturating_mul(width),
-                is_prefetch,
-                present: rates.present(),
-                absent_ns: rates.absent_ns(),
-                is_known: rates.is_known(),
-                is_old: under_way.is_none() && remote.reads == 0 && rates.is_old(self.now_ns),
-            }
+        let of_width = |width: u32| Reading {
+            block,
+            together: block.saturating_mul(width),
+            is_prefetch,
+            ..self.flight_reading(remote, wanted, under_way, width)
         };
         // With more gets at once, a flight is faster, but each get ends later.
         let at_once = (remote.get_window.bytes() / wanted.space.bytes) as u32;
@@ -123,13 +107,12 @@ impl Engine {
             self.planner.start(&prompt, ends, &reading)
         } else {
             // Abandoned gets still occupy the store, so new gets would arrive as late.
-            let reason = match reading.is_old {
-                true => Reason::Measure,
-                false => Reason::Faster,
-            };
             Start {
                 promotes: false,
-                reason,
+                reason: match reading.is_old {
+                    true => Reason::Measure,
+                    false => Reason::Faster,
+                },
             }
         };
         let tokens = to.saturating_sub(from);
@@ -148,6 +131,36 @@ impl Engine {
         match start.reason {
             Reason::Measure => Fetches::Some(self.planner.rates.remote.next_measured()),
             _ => Fetches::None,
+        }
+    }
+
+    /// How long a flight takes with `width` gets in flight at once.
+    fn flight_reading(
+        &self,
+        remote: &Remote,
+        wanted: &Wanted,
+        under_way: Option<FlightId>,
+        width: u32,
+    ) -> Reading {
+        let (rates, is_hybrid) = (&self.planner.rates.remote, wanted.space.is_hybrid);
+        let (first_ns, all_ns) = rates.wait_ns(&Fetch {
+            ahead: remote.ahead_of(under_way),
+            segments: wanted.segments,
+            bytes: wanted.space.bytes,
+            width,
+            is_probed: is_hybrid || wanted.segments > FETCHED,
+            silent_ns: remote.silent_ns(self.now_ns),
+        });
+        Reading {
+            first_ns: if is_hybrid { all_ns } else { first_ns },
+            all_ns,
+            block: 0,
+            together: 0,
+            is_prefetch: false,
+            present: rates.present(),
+            absent_ns: rates.absent_ns(),
+            is_known: rates.is_known(),
+            is_old: under_way.is_none() && remote.reads == 0 && rates.is_old(self.now_ns),
         }
     }
 

@@ -17,7 +17,7 @@ use super::super::writeback::WriteBudget;
 use super::pieces::{Piece, of_boundary};
 use super::recent::fingerprint;
 use super::spaces::Space;
-use super::{ENTRY_HASH_BLOCKS, Operation, Remote};
+use super::{ENTRY_HASH_BLOCKS, ObjectPut, Operation, Remote};
 
 /// Most segments that an entry drops because their payloads were evicted.
 const DROPS_MAX: usize = 64;
@@ -247,13 +247,13 @@ impl Remote {
         self.put_window.started(bytes);
         let object = fingerprint(&key);
         self.puts.writing.insert(object);
-        let operation = Operation::Put {
+        let operation = Operation::Put(ObjectPut {
             nodes: leased,
             fingerprint: object,
             payloads,
             bytes,
             payload_bytes: described.payloads.iter().map(|of| u64::from(of.len)).sum(),
-        };
+        });
         let header = SegmentHeader {
             described,
             checksums,

@@ -48,44 +48,9 @@ impl Engine {
         if self.draining || waits.gave_up || waits.flights == TRIES_MAX {
             return false;
         }
-        let tokens = self.residency.hash_block_size(ns);
-        let ends = HitEnds {
-            align: self.sessions.alignment_of(id) / tokens,
-            dropped: self.sessions.requests[id].dropped_tokens.div_ceil(tokens),
-        };
-        let Some((remote, parts)) = self.remote() else {
+        let Some(flight) = self.join_flight(id, ns, request, found) else {
             return false;
         };
-        let Some((wanted, under_way)) = remote.wanted(ns, (request, ends), found, &parts) else {
-            return false;
-        };
-        let fetches = self.plans_flight(id, request, &wanted, under_way);
-        let Some((remote, mut parts)) = self.remote() else {
-            return false;
-        };
-        let segments = match fetches {
-            Fetches::None => return false,
-            Fetches::Some(segments) => segments.min(wanted.segments),
-            Fetches::All { .. } => wanted.segments,
-        };
-        let wanted = Wanted { segments, ..wanted };
-        let Some(flight) = remote.join(id, ns, request, (wanted, ends.align), &mut parts) else {
-            return false;
-        };
-        let of = &mut remote.flights[flight];
-        let is_new = of.waiters == [id] && of.sent_ns == 0 && of.began_ns == parts.now_ns;
-        match fetches {
-            Fetches::All {
-                width,
-                predicted_ns,
-            } if is_new => (of.objects.width, of.predicted_ns) = (width, predicted_ns),
-            Fetches::All { .. } => {}
-            Fetches::Some(_) | Fetches::None => {
-                of.fate.is_measure = true;
-                remote.leave(flight, id, parts.residency);
-                return false;
-            }
-        }
         if self.is_over_before(id, flight, request.computed) {
             return false;
         }
@@ -99,6 +64,48 @@ impl Engine {
             remote.leave(before, id, parts.residency);
         }
         true
+    }
+
+    /// The flight that brings the first of the segments that a prompt lacks, which the request has joined. `None` if the
+    /// request shall not wait for any.
+    fn join_flight(
+        &mut self,
+        id: RequestId,
+        ns: NsId,
+        request: &LookupRequest<'_>,
+        found: (NodeId, u32),
+    ) -> Option<FlightId> {
+        let tokens = self.residency.hash_block_size(ns);
+        let ends = HitEnds {
+            align: self.sessions.alignment_of(id) / tokens,
+            dropped: self.sessions.requests[id].dropped_tokens.div_ceil(tokens),
+        };
+        let (remote, parts) = self.remote()?;
+        let (wanted, under_way) = remote.wanted(ns, (request, ends), found, &parts)?;
+        let fetches = self.plans_flight(id, request, &wanted, under_way);
+        let (remote, mut parts) = self.remote()?;
+        let segments = match fetches {
+            Fetches::None => return None,
+            Fetches::Some(segments) => segments.min(wanted.segments),
+            Fetches::All { .. } => wanted.segments,
+        };
+        let wanted = Wanted { segments, ..wanted };
+        let flight = remote.join(id, ns, request, (wanted, ends.align), &mut parts)?;
+        let of = &mut remote.flights[flight];
+        let is_new = of.waiters == [id] && of.sent_ns == 0 && of.began_ns == parts.now_ns;
+        match fetches {
+            Fetches::All {
+                width,
+                predicted_ns,
+            } if is_new => (of.objects.width, of.predicted_ns) = (width, predicted_ns),
+            Fetches::All { .. } => {}
+            Fetches::Some(_) | Fetches::None => {
+                of.fate.is_measure = true;
+                remote.leave(flight, id, parts.residency);
+                return None;
+            }
+        }
+        Some(flight)
     }
 
     /// Whether a request has waited for earlier flights for so long that it leaves this flight without a wait.
