@@ -187,7 +187,9 @@ impl World {
             match self.random.below(3) {
                 0 => self.engine.with(|engine| engine.end_transfer(id, true)),
                 1 => self.engine.with(|engine| engine.end_transfer(id, false)),
-                _ => self.engine.with(|engine| engine.give_up(id, GiveUp::Retry)),
+                _ => self
+                    .engine
+                    .with(|engine| engine.end_transfer(id, TransferEnd::GivenUp(GiveUp::Retry))),
             }
         }
         Ok(())

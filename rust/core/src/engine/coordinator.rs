@@ -6,7 +6,7 @@ use crate::forest::{NONE, NsId};
 use crate::io::IoFault;
 use crate::key::NamespaceDigest;
 use crate::metrics::{Counters, Gauges, Order};
-use crate::session::{GiveUp, SessionSpec};
+use crate::session::{GiveUp, SessionSpec, TransferEnd};
 
 use super::ages::Ages;
 use super::changes::Change;
@@ -222,7 +222,7 @@ impl Engine {
             .map(|(key, _)| key)
             .collect();
         for transfer in of_session {
-            self.give_up(id_of(transfer), GiveUp::Closed);
+            self.end_transfer(id_of(transfer), TransferEnd::GivenUp(GiveUp::Closed));
         }
         self.close_feed(session);
         let Some(state) = self.sessions.close(session) else {

@@ -153,16 +153,12 @@ impl Engine {
 
     /// Ends a transfer whose copies all ranks have ended. Unknown ids are ignored: an acknowledgement
     /// may come twice.
-    pub fn end_transfer(&mut self, id: TransferId, ok: bool) {
-        while !self.step_end_of_transfer(id, ok, usize::MAX) {}
+    pub fn end_transfer(&mut self, id: TransferId, end: impl Into<TransferEnd>) {
+        let end = end.into();
+        while !self.step_end_of_transfer(id, end, usize::MAX) {}
     }
 
-    /// Ends a transfer without its copies, see [`Session::give_up`](crate::session::Session::give_up).
-    pub fn give_up(&mut self, id: TransferId, reason: GiveUp) {
-        while !self.step_end_of_transfer(id, TransferEnd::GivenUp(reason), usize::MAX) {}
-    }
-
-    /// Continues [`Engine::end_transfer`] or [`Engine::give_up`] for at most `blocks` blocks. Returns whether the
+    /// Continues [`Engine::end_transfer`] for at most `blocks` blocks. Returns whether the
     /// transfer has ended.
     pub fn step_end_of_transfer(
         &mut self,

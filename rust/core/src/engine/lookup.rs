@@ -48,7 +48,8 @@ impl Engine {
             return Some(Lookup::NOTHING);
         }
         let was_touched = self.sessions.requests[id].touched;
-        let answer = if self.shares[id].answer == LastAnswer::Failed {
+        let has_failed = self.shares[id].answer == LastAnswer::Failed;
+        let answer = if has_failed {
             self.sessions.requests[id].answered.reason = Reason::LoadFailed;
             Lookup::NOTHING
         } else {
@@ -57,7 +58,13 @@ impl Engine {
         if self.sessions.requests[id].touched && !was_touched {
             self.note_pins_used(ns, request.hashes, answer.shared());
         }
-        self.end_step(id, ns, request, (answer, leases));
+        // A hint's own lookup belongs to no request.
+        let is_final = request.priority == Priority::Demand || leases;
+        self.end_step(id, request, answer, is_final);
+        let is_explained = (is_final || has_failed) && !request.request.starts_with('\0');
+        if is_explained && !answer.is_pending() {
+            self.note_answer(id, ns, request, answer);
+        }
         Some(answer)
     }
 
@@ -95,36 +102,30 @@ impl Engine {
         })
     }
 
-    /// Notes the answer of a step.
+    /// Notes the answer of a step in the request's share. `is_final`: the request looks up no more if it is answered.
     fn end_step(
         &mut self,
         id: RequestId,
-        ns: NsId,
         request: &LookupRequest<'_>,
-        (answer, leases): (Lookup, bool),
+        answer: Lookup,
+        is_final: bool,
     ) {
         let share = &mut self.shares[id];
         match request.priority {
             Priority::Prefetch => {
                 if let LastAnswer::Hit { is_reserved, .. } = &mut share.answer {
-                    *is_reserved = leases && matches!(answer, Lookup::Hit(_));
+                    *is_reserved = is_final && matches!(answer, Lookup::Hit(_));
                 }
             }
             Priority::Demand if !answer.is_pending() => {
                 let since_ns = share.waits.since_ns.take().unwrap_or(self.now_ns);
-                self.sessions.requests[id].planned.waited_ns = self.now_ns - since_ns;
                 share.waits.promotions = 0;
+                self.sessions.requests[id].planned.waited_ns = self.now_ns - since_ns;
             }
             Priority::Demand => {}
         }
-        // A hint's own lookup belongs to no request.
-        let is_final = request.priority == Priority::Demand || leases;
         if is_final && !answer.is_pending() {
             self.leave_flight(id);
-        }
-        let has_failed = self.shares[id].answer == LastAnswer::Failed;
-        if (is_final || has_failed) && !answer.is_pending() && !request.request.starts_with('\0') {
-            self.note_answer(id, ns, request, answer);
         }
     }
 

@@ -22,6 +22,7 @@ impl Linked for Counts {
 
 impl Counts {
     /// The counts of a node.
+    #[inline]
     pub(super) fn of(node: &Node, counts: &Slab<Self>) -> Self {
         match node.counts {
             NONE => Self {

@@ -8,7 +8,7 @@ use super::super::coordinator::Engine;
 use super::super::ids::{RequestId, SessionId};
 use super::super::planner::{FetchSource, Prompt, Reason, Start, Stop};
 use super::super::promotions::QueuePlace;
-use super::shares::{LastAnswer, Promotion};
+use super::shares::{LastAnswer, Promotion, Waits};
 
 /// A device that was not polled for this many times the limit counts as stalled.
 const NO_POLL_STALLS: u64 = 5;
@@ -27,26 +27,25 @@ pub(in crate::engine) struct Pace {
 
 impl Engine {
     /// How long a request waits.
-    fn wait_of(&self, id: RequestId) -> PromotionWait {
-        let limit = self.shares[id].waits.limit;
-        limit.unwrap_or(self.config.promotion_wait)
+    fn wait_of(&self, waits: &Waits) -> PromotionWait {
+        waits.limit.unwrap_or(self.config.promotion_wait)
     }
 
     /// Whether the planner decides how long a request waits.
     pub(in crate::engine) fn is_planned(&self, id: RequestId) -> bool {
-        self.wait_of(id) == PromotionWait::Planned
+        self.wait_of(&self.shares[id].waits) == PromotionWait::Planned
     }
 
     /// Whether a request has waited since `since_ns` for long enough: for `gain` tokens, or because its planned wait
     /// `stops`.
     pub(in crate::engine) fn is_wait_over(
         &self,
-        id: RequestId,
+        waits: &Waits,
         since_ns: u64,
         gain: impl FnOnce() -> u32,
         stops: impl FnOnce() -> bool,
     ) -> bool {
-        match self.wait_of(id) {
+        match self.wait_of(waits) {
             PromotionWait::Complete => false,
             PromotionWait::Planned => stops(),
             PromotionWait::Limit {
@@ -114,7 +113,7 @@ impl Engine {
         let since_ns = waits.since_ns.unwrap_or(self.now_ns);
         let stops = || self.promotion_stop(id).is_some();
         let promotion = waits.disk.as_ref();
-        self.is_wait_over(id, since_ns, || gain, stops)
+        self.is_wait_over(waits, since_ns, || gain, stops)
             || promotion.is_some_and(|promotion| self.is_stalled(promotion))
     }
 

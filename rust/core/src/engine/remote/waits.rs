@@ -184,7 +184,8 @@ impl Engine {
 
     /// Whether a request with a demanded lookup has waited for long enough, if it waits for this flight.
     fn is_late_for(&self, id: RequestId, flight: &Flight, computed: Tokens) -> bool {
-        let Some(since_ns) = self.shares[id].waits.since_ns else {
+        let waits = &self.shares[id].waits;
+        let Some(since_ns) = waits.since_ns else {
             return false;
         };
         let gain = || {
@@ -194,7 +195,7 @@ impl Engine {
             reach.saturating_sub(computed.0)
         };
         let stops = || self.flight_stop(id, flight, computed).is_some();
-        self.is_wait_over(id, since_ns, gain, stops)
+        self.is_wait_over(waits, since_ns, gain, stops)
     }
 
     /// Counts the tokens of a load that flights brought for its request.
