@@ -11,7 +11,7 @@ use undercroft_core::session::{
 };
 
 use crate::content::hash_of;
-use crate::events::RouterIndex;
+use crate::hints::RouterIndex;
 use crate::model::HASH_BLOCK;
 use crate::participants::{ClientHit, ClientRequest, SimClient};
 use crate::settings::DEPARTURES;

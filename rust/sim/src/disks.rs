@@ -9,7 +9,7 @@ use crate::arena::{Hand, SimArena};
 use crate::content::{SECTOR, Token, checksum, sectors};
 use crate::device::{Persisted, SimDevice, Write};
 use crate::random::Random;
-use crate::sealed::{seal, unseal};
+use crate::surroundings::{seal, unseal};
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;

@@ -5,7 +5,7 @@ use undercroft_core::key::BlockHash;
 use undercroft_core::session::{Session, Tokens, TransferId};
 
 use crate::content::{PrefixKey, SavedPayload};
-use crate::events::RouterIndex;
+use crate::hints::RouterIndex;
 
 /// One request of a client.
 #[derive(Debug)]

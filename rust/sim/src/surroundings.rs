@@ -1,10 +1,18 @@
-//! What happens around the engine: other users of the filesystems take space and free it, tables take no writes for a
-//! while, copies of directories are sparse, and a life has a wrong wall clock.
+//! The surroundings of the engine: other users of the filesystems take space and free it, tables take no writes for a
+//! while, copies of directories are sparse, and a life has a wrong wall clock. Directories cannot be opened at the start,
+//! or are given up; stores are encrypted, and somebody rearranges their files; checksums take time, and bytes in the
+//! arena change.
 
-use undercroft_core::engine::EngineConfig;
+use undercroft_core::cipher::Binding;
+use undercroft_core::disk::Health;
+use undercroft_core::disk::format::{PLACEHOLDER, RECORD_BYTES, Record};
+use undercroft_core::engine::{EngineConfig, Room, Started};
+use undercroft_core::io::{ChecksumRequest, IoCompletion, IoFault};
 
+use crate::arena::Hand;
+use crate::content::{SECTOR, Token, checksum, sectors};
 use crate::device::{FREE, SimDevice};
-use crate::random::Random;
+use crate::random::{Random, mix};
 use crate::world::World;
 
 /// A time to live so long that no payload of a world reaches it.
@@ -115,5 +123,220 @@ impl World {
         self.log.stats.exchanged_stores += 1;
         self.note(|| "somebody exchanges the payloads of two stores".to_owned());
         self.lose_blocks();
+    }
+}
+
+impl World {
+    /// Begins checksums, and ends some.
+    pub(crate) fn sum(&mut self) -> Result<(), String> {
+        let mut started = Started::default();
+        self.engine
+            .with(|engine| engine.turn(Room::checksums(u32::MAX), &mut started));
+        for request in started.checksums {
+            let (offset, len) = (request.arena_offset, u64::from(request.payload_len));
+            self.arena.take(offset, len, Hand::Read, "a checksum")?;
+            self.checksums.push(request);
+        }
+        for _ in 0..self.random.range(1, 8) {
+            if self.checksums.is_empty() {
+                break;
+            }
+            let at = self.random.index(self.checksums.len());
+            let request = self.checksums.swap_remove(at);
+            self.end_checksum(request)?;
+        }
+        Ok(())
+    }
+
+    fn end_checksum(&mut self, request: ChecksumRequest) -> Result<(), String> {
+        let ChecksumRequest {
+            token,
+            arena_offset,
+            payload_len,
+        } = request;
+        let len = u64::from(payload_len);
+        let result = Ok(checksum(self.arena.at(arena_offset, len)));
+        self.arena.release(arena_offset, len, Hand::Read);
+        self.note(|| format!("checksum of {arena_offset}+{len}: {result:?}"));
+        self.engine
+            .with(|engine| engine.complete(IoCompletion { token, result }));
+        let mut sectors = (0..sectors(len) as u64).map(|sector| arena_offset + sector * SECTOR);
+        if sectors.any(|at| self.arena.has_changed(at)) {
+            let payloads = self.engine.uncounted(|engine| engine.guarded_payloads());
+            if payloads.iter().any(|&(offset, _)| offset == arena_offset) {
+                return Err(format!(
+                    "the payload at {arena_offset} is kept, although it was found to have changed"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Flips a bit of a payload in the arena, if there is a payload whose change the engine can detect.
+    pub(crate) fn change_a_payload(&mut self) {
+        let payloads = self.engine.uncounted(|engine| engine.guarded_payloads());
+        if payloads.is_empty() {
+            return;
+        }
+        let (offset, len) = payloads[self.random.index(payloads.len())];
+        let sector = self.random.index(sectors(u64::from(len))) as u64;
+        let at = offset + sector * SECTOR;
+        if self.arena.has_changed(at) {
+            return;
+        }
+        let bit = self.random.below(64);
+        self.arena.change(at, bit);
+        self.history.changes += 1;
+        self.log.stats.changes += 1;
+        self.note(|| format!("bit {bit} of the sector at {at} in the arena flips"));
+    }
+}
+
+impl World {
+    /// Makes some of the engine's directories impossible to open.
+    pub(crate) fn lose_some(&mut self) {
+        for device in 0..self.disks.attached.len() {
+            if self.random.chance(self.settings.late) {
+                self.disks.absent.insert(device);
+            }
+        }
+        if self.disks.absent.is_empty() {
+            return;
+        }
+        self.history.roomy_broken = true;
+        self.history.left_on_disk = None;
+        self.history.kept_namespaces.clear();
+        self.log.stats.absent += self.disks.absent.len() as u64;
+        let absent = self.disks.absent.clone();
+        self.note(|| format!("the engine starts without devices {absent:?}"));
+    }
+
+    /// A directory can be opened again. Its content is discarded: the engine may have ended lives of namespaces
+    /// meanwhile.
+    pub(crate) fn open_late(&mut self) {
+        if !self.random.chance(self.settings.late / 10) {
+            return;
+        }
+        let Some(device) = self.disks.absent.pop_first() else {
+            return;
+        };
+        let at = self.disks.attached[device];
+        let (capacity, page) = self.settings.devices[at];
+        self.disks.devices[at] = SimDevice::new(at, (capacity, page), self.settings.encrypted);
+        // It holds no blocks of lives that ended while it was out of reach, so the operator need not empty it.
+        self.history.stale.remove(&at);
+        self.log.stats.late += 1;
+        self.note(|| format!("device {device} is opened late"));
+        let image = self.disks.devices[at].image();
+        let number = u16::try_from(device).expect("a few devices");
+        self.engine.with(|engine| engine.open_disk(number, &image));
+    }
+
+    /// Counts the directories that the engine has given up, but for the absent directories.
+    pub(crate) fn count_given_up(&mut self) {
+        let health = self.engine.with(|engine| engine.health());
+        let failed = health.iter().enumerate().filter(|(device, (health, _))| {
+            matches!(health, Health::Failed { .. }) && !self.disks.absent.contains(device)
+        });
+        self.log.stats.given_up += failed.count() as u64;
+    }
+
+    /// Directories that the engine cannot reach.
+    pub(crate) fn out_of_reach(&self) -> Vec<usize> {
+        let disks = &self.disks;
+        let there: Vec<usize> = (disks.attached.iter().enumerate())
+            .filter(|(device, _)| !disks.absent.contains(device))
+            .map(|(_, &at)| at)
+            .collect();
+        let all = 0..disks.devices.len();
+        all.filter(|at| !there.contains(at)).collect()
+    }
+}
+
+/// A word that differs with every part of a binding, and with the key.
+fn mask(key: u64, binding: &Binding) -> u64 {
+    let bytes = binding.namespace.iter().chain(&*binding.associated);
+    bytes.fold(key, |sum, &byte| mix(sum, u64::from(byte)))
+}
+
+/// The sectors of an encrypted payload in a slot of `sectors`; its seal is in the last one.
+pub(crate) fn seal(plain: &[Token], sectors: usize, key: u64, binding: &Binding) -> Vec<Token> {
+    assert!(plain.len() < sectors, "the seal has a sector of its own");
+    let mask = mask(key, binding);
+    let mut stored = vec![0; sectors];
+    for (at, (to, &from)) in (0u64..).zip(stored.iter_mut().zip(plain)) {
+        *to = from ^ mix(mask, at);
+    }
+    stored[sectors - 1] = mix(mask, checksum(plain));
+    stored
+}
+
+/// Decrypts the payload of `sectors` in an encrypted slot.
+pub(crate) fn unseal(
+    stored: &[Token],
+    sectors: usize,
+    key: u64,
+    binding: &Binding,
+) -> Result<Vec<Token>, IoFault> {
+    let mask = mask(key, binding);
+    let encrypted = (0u64..).zip(&stored[..sectors]);
+    let plain: Vec<Token> = encrypted.map(|(at, &of)| of ^ mix(mask, at)).collect();
+    let is_right = stored.last() == Some(&mix(mask, checksum(&plain)));
+    is_right.then_some(plain).ok_or(IoFault::Cipher)
+}
+
+/// Exchanges the slots of two records, in a table whose checksums are right again. Whether there are two.
+fn exchange(device: &mut SimDevice, random: &mut Random) -> bool {
+    let table = device.table_mut();
+    let decoded = table.chunks_exact(RECORD_BYTES).map(Record::decode);
+    let found: Vec<(usize, Record)> = decoded
+        .enumerate()
+        .filter_map(|(at, record)| Some((at, record?)))
+        .filter(|(_, record)| record.group != PLACEHOLDER)
+        .collect();
+    if found.is_empty() {
+        return false;
+    }
+    let (at, one) = random.pick(&found);
+    let others = found.iter().filter(|(_, record)| {
+        (record.group, record.payload_bytes) == (one.group, one.payload_bytes)
+            && record.slot != one.slot
+    });
+    let others: Vec<(usize, Record)> = others.copied().collect();
+    if others.is_empty() {
+        return false;
+    }
+    let (other_at, other) = random.pick(&others);
+    for (at, record, slot) in [(at, one, other.slot), (other_at, other, one.slot)] {
+        let bytes = &mut table[at * RECORD_BYTES..][..RECORD_BYTES];
+        Record { slot, ..record }.encode(bytes);
+    }
+    true
+}
+
+impl World {
+    /// Between two lives, encrypted stores get another key, or somebody rearranges their files.
+    pub(crate) fn tamper(&mut self) {
+        if !self.settings.encrypted || self.settings.roomy {
+            return;
+        }
+        if self.random.chance(100) {
+            self.disks.key = self.random.next();
+            self.note(|| "the operator gives other keys".to_owned());
+        }
+        let count = self.disks.devices.len();
+        if count == 0 || !self.random.chance(500) {
+            return;
+        }
+        for _ in 0..self.random.range(1, 20) {
+            let at = self.random.index(count);
+            let exchanged = exchange(&mut self.disks.devices[at], &mut self.random);
+            self.log.stats.exchanged += u64::from(exchanged);
+        }
+        self.note(|| "somebody exchanges slots".to_owned());
+        if self.random.chance(300) {
+            self.exchange_stores();
+        }
+        self.history.left_on_disk = None;
     }
 }

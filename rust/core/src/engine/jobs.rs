@@ -45,7 +45,7 @@ macro_rules! jobs {
 // at most `n`, the quota. A quota counts nodes, entries of a queue, or operations of a device. An orderly stop waits for
 // what is owed.
 jobs! {
-    // Of the walks over the nodes, only the first that has something to do takes part in a turn.
+    // Only the first of the walks over the nodes that has something to do takes part in a turn.
     Io,        removals,     |of| of.removals,            |e, n, turn| turn.has_walked = e.residency.continue_removals(n);
     Io,        clear_by_age, |of| of.removals,            |e, n, turn| turn.has_walked = turn.has_walked || e.step_pass(n);
     Io,        retention,    |of| of.removals,            |e, n, turn| if !turn.has_walked { e.evict_unused(n) };
