@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import threading
 from collections import Counter, defaultdict
@@ -578,6 +579,25 @@ def test_each_rank_has_the_shard_behind_those_of_the_ranks_before_it(strategy: s
         copier.submit(True, [Job(rank, [copy_of([2], [0])])])
         streams.settle()
     assert ctypes.string_at(arena.address, 3 * shard) == b"".join(bytes([rank + 1]) * shard for rank in range(3))
+
+
+@pytest.mark.parametrize("to_arena", [True, False], ids=["save", "load"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_job_ends_after_the_blocks_of_its_last_group(strategy: str, to_arena: bool) -> None:
+    caches = [synthetic_cache(1000, 7, LAYERS, "LBHNC") for _ in range(2)]
+    groups = {at: dataclasses.replace(cache.layout.groups[0], group=at) for at, cache in enumerate(caches)}
+    tensors = tuple(tensor for cache in caches for tensor in cache.layout.tensors)
+    layout, arena, streams = DeviceLayout(torch.device("cpu"), groups, tensors), Arena.create(ARENA), ManualStreams(0)
+    lanes = Lanes.make(streams, 5 * 1000 * LAYERS, 1000, lambda name: AtOnceExecutor())
+    copier = CudaCopier(layout, arena, 0, lanes, None, strategy=strategy)
+    both = [copy_of([1, 2], [0, 4096]), copy_of([1, 2, 3], [8192, 12288, 16384], group=1)]
+    copier.submit(to_arena, [Job(1, both), Job(2, [copy_of([3], [20480])])])
+    ended = []
+    while len(ended) < 2:
+        assert streams.step()
+        ended += copier.poll()
+    assert [(one.ticket, one.ok) for one in ended] == [(1, True), (2, True)]
+    assert not streams.step(), "copies of a group follow the end of its job"
 
 
 def test_an_unknown_strategy_is_refused() -> None:
