@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,18 +23,19 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 
 import fake_config
 from undercroft import registration
 from undercroft.config import OPTIONS
-from undercroft.embed import Group
+from undercroft.embed import Group, Job
 from undercroft.errors import ConfigError
 from undercroft.identity.namespace import Naming
+from undercroft.log import LogOnce
 from undercroft.vllm_tier import options
 from undercroft.vllm_tier.chunks import Chunks, Place, canonical_shards, why_unsupported
 from undercroft.vllm_tier.identity import describe_tier
-from undercroft.vllm_tier.tier import UndercroftTier
+from undercroft.vllm_tier.tier import UndercroftTier, _Begun
 
 ROW = 8192
 HASH = 16
@@ -269,6 +272,82 @@ def test_ranks_that_do_not_share_vllms_host_memory_turn_the_tier_off(
     kv_cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], full())])
     found = UndercroftTier._why_off(SimpleNamespace(), config, kv_cache, SimpleNamespace(groups=[]))
     assert found is None if reason is None else found is not None and reason in found
+
+
+def job_of(number: int, is_load: bool = True) -> tuple[Job, Any]:
+    job = Job((), is_load=is_load, ended=True)
+    asked = SimpleNamespace(job_id=number, keys=[], req_context=SimpleNamespace(req_id="r"))
+    return job, _Begun(asked, job, SimpleNamespace(request=SimpleNamespace(request_id="r")), {})
+
+
+def test_an_error_at_the_end_of_a_job_loses_no_other_end() -> None:
+    tier: Any = object.__new__(UndercroftTier)
+    begun = [job_of(number) for number in (1, 2, 3)]
+    answers = iter([None, ValueError("wrong"), None])
+
+    def has_loaded(*_: Any, **__: Any) -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    tier._cache = SimpleNamespace(poll=lambda: [job for job, _ in begun])
+    tier._jobs = {id(job): one for job, one in begun}
+    tier._prompts, tier._ended, tier._log_once = SimpleNamespace(has_loaded=has_loaded), [], LogOnce()
+    assert [(one.job_id, one.success) for one in tier.get_finished_jobs()] == [(1, True), (2, False), (3, True)]
+    assert not tier._jobs
+
+
+class Parent:
+    """vLLM's host memory: it has the chunks that end behind ``gone`` tokens."""
+
+    def __init__(self, gone: int = 0) -> None:
+        self.gone, self.lookups, self.saved = gone, 0, 0
+
+    def lookup(self, chunk: Any, context: Any) -> LookupResult:
+        self.lookups += 1
+        end = context.get_offload_key_position(chunk)
+        return LookupResult.HIT if end > self.gone else LookupResult.MISS
+
+    def create_store_job(self, chunks: list[Any], context: Any) -> Any:
+        self.saved += 1
+        return SimpleNamespace(keys=chunks)
+
+    def on_new_request(self, context: Any) -> None:
+        pass
+
+    on_request_finished = on_new_request
+
+
+def lacking(prompts: int, blocks: int) -> Any:
+    """A tier with saves whose prefixes it lacks."""
+    tier: Any = object.__new__(UndercroftTier)
+    tier._chunks, tier._again, tier._begin_save = chunks([full()]), itertools.count(), None
+    tier._submit = lambda *_: None
+    hashes = [number.to_bytes(32, "big") for number in range(blocks)]
+    prompt = SimpleNamespace(request=SimpleNamespace(request_id="r", block_hashes=hashes))
+    places = {tier._chunks.at(0, number) for number in range(blocks - 4, blocks)}
+    lacks = {0: frozenset(range(blocks - 4))}
+    tier._lacking = deque([(prompt, places, lacks)] * prompts)
+    return tier
+
+
+def test_one_step_makes_up_for_the_prefixes_of_one_long_prompt_only() -> None:
+    tier, parent = lacking(5, 2000), Parent()
+    steps = 0
+    while tier._lacking:
+        before = parent.lookups
+        tier.serve_external_requests(parent)
+        assert parent.lookups - before <= 2001
+        steps += 1
+    assert (steps, parent.saved) == (5, 5)
+    tier, parent = lacking(60, 100), Parent()
+    tier.serve_external_requests(parent)
+    assert parent.saved == 11, "short prompts share a step"
+
+
+def test_a_prefix_that_vllm_has_not_either_costs_one_lookup() -> None:
+    tier, parent = lacking(60, 2000), Parent(gone=HASH)
+    tier.serve_external_requests(parent)
+    assert (parent.lookups, parent.saved, len(tier._lacking)) == (60, 0, 0)
 
 
 def connector(**tier: Any) -> dict[str, Any]:

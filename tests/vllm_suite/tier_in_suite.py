@@ -134,7 +134,7 @@ class Stored:
         place = tier._chunks.place(key, context.get_offload_key_position(key), tier._hashes)
         assert place is not None
         assert tier._cache is not None
-        assert tier._cache.save(tier._hashes, Chunks.blocks([place], [tier._address])).complete
+        assert tier._cache.save(tier._hashes, Chunks.blocks([place], [tier._region[0]])).complete
 
 
 @functools.cache

@@ -45,6 +45,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
     from vllm.v1.request import Request
 
+    from undercroft._core import Engine
+    from undercroft.config import UndercroftConfig
+    from undercroft.connector.groups import Groups
+
+_AGAIN_CHUNKS = 1024
+"""Most chunks that one step looks up for such saves, beside those of the last one: a step serves one long prompt."""
 _LACKING_MAX = 64
 """Most saves that wait for the next step to be tried again with their prefixes."""
 _SAVE_S = 5.0
@@ -110,7 +116,7 @@ class UndercroftTier(SecondaryTierManager):
         offloading_config = offloading_spec.config
         # No buffer is kept: vLLM releases the view before it unmaps the memory.
         rows = np.frombuffer(primary_kv_view, dtype=np.uint8)
-        self._address, size = int(rows.ctypes.data), rows.nbytes
+        self._region = int(rows.ctypes.data), rows.nbytes
         del rows  # also if the rest raises
         self._rows_count = len(primary_kv_view)
         shards = canonical_shards(vllm_config, kv_cache_config, offloading_config)
@@ -120,8 +126,6 @@ class UndercroftTier(SecondaryTierManager):
             logger.warning("undercroft is off, vLLM serves without it: %s.", reason)
             return
         self._start(config, vllm_config, kv_cache_config, offloading_config)
-        if self._cache is not None:
-            self._cache.add_region((self._address, size))
 
     def _why_off(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, offloading_config: Any) -> str | None:
         # vLLM has a memory of its own on each host, or with external_launcher for each rank, and does not check this.
@@ -157,7 +161,6 @@ class UndercroftTier(SecondaryTierManager):
                 engine.close()
                 raise
         groups = self._chunks.groups
-        registered = groups.registration([self._chunks.chunk_bytes] * len(groups.kinds))
         cache = Cache.of(
             engine,
             description,
@@ -165,21 +168,32 @@ class UndercroftTier(SecondaryTierManager):
             groups.engine_block_size,
             alignment_tokens=groups.alignment,
         )
-        naming.digests.save()
-        shareable = Shareable(groups, unique_uuids=config.unique_media_uuids)
-        self._prompts = Prompts(cache, self._chunks, shareable, config, self._chunks.most_tokens(self._rows_count))
-        self._shareable = shareable
-        self._resets = Resets(self, config.reset_with_prefix_cache)
-        self._stats = EngineStats(engine, tokens_in=partial(capacity.tokens_in, groups=registered))
-        if offloading_config.enable_kv_cache_events:
-            self._events = TierEvents(cache.session, self._chunks)
+        try:
+            naming.digests.save()
+            cache.add_region(self._region)
+            self._use(cache, engine, config, groups, has_events=offloading_config.enable_kv_cache_events)
+            if not_reused:
+                logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
+        except BaseException:
+            # vLLM shuts down only tiers that it has.
+            cache.close()
+            raise
         self._cache = cache
+
+    def _use(self, cache: Cache, engine: Engine, config: UndercroftConfig, groups: Groups, *, has_events: bool) -> None:
+        """Make the parts that use a cache, and say in the log how it runs."""
+        self._shareable = Shareable(groups, unique_uuids=config.unique_media_uuids)
+        most_tokens = self._chunks.most_tokens(self._rows_count)
+        self._prompts = Prompts(cache, self._chunks, self._shareable, config, most_tokens)
+        self._resets = Resets(self, config.reset_with_prefix_cache)
+        registered = groups.registration([self._chunks.chunk_bytes] * len(groups.kinds))
         tokens_in, index_bytes = (
             partial(sizes, groups=registered) for sizes in (capacity.tokens_in, capacity.index_bytes)
         )
+        if has_events:
+            self._events = TierEvents(cache.session, self._chunks)
         logger.info(start_line(engine.info(), cache.session.namespace, whose(engine, config), tokens_in, index_bytes))
-        if not_reused:
-            logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
+        self._stats = EngineStats(engine, tokens_in=tokens_in)
 
     def _report(self, method: str, error: Exception) -> None:
         """Log the first error of its kind that was caught in a method."""
@@ -350,7 +364,7 @@ class UndercroftTier(SecondaryTierManager):
                 place = known.get(key) or self._chunks.place(key, end_of(key), hashes)
                 if place is not None and place.end <= most:
                     places[key] = place
-                    addresses.append(self._address + row * self.block_size_bytes)
+                    addresses.append(self._region[0] + row * self.block_size_bytes)
             begun = begin(prompt, Chunks.blocks(places.values(), addresses))
             self._jobs[id(begun)] = _Begun(job, begun, prompt, places)
         except Exception as error:
@@ -375,14 +389,22 @@ class UndercroftTier(SecondaryTierManager):
         if self._cache is not None:
             try:
                 for job in self._cache.poll():
-                    self._ended.append(self._result(job))
+                    self._ended.append(self._result(self._jobs.pop(id(job))))
             except Exception as error:
                 self._report("get_finished_jobs", error)
         ended, self._ended = self._ended, []
         return ended
 
-    def _result(self, ended: Job) -> JobResult:
-        job, _, prompt, places = self._jobs.pop(id(ended))
+    def _result(self, begun: _Begun) -> JobResult:
+        try:
+            return self._counted(begun)
+        except Exception as error:
+            # The ends of the other jobs of this call must not be lost: vLLM waits for each.
+            self._report("get_finished_jobs", error)
+            return JobResult(begun.job.job_id, False)
+
+    def _counted(self, begun: _Begun) -> JobResult:
+        job, ended, prompt, places = begun
         if ended.complete:
             good = list(places)
         else:
@@ -415,22 +437,29 @@ class UndercroftTier(SecondaryTierManager):
         """
         if not self._lacking:
             return
-        lacking, self._lacking = self._lacking, deque(maxlen=_LACKING_MAX)
-        for prompt, places, lacks in lacking:
+        looked = 0
+        while self._lacking and looked < _AGAIN_CHUNKS:
+            prompt, places, lacks = self._lacking.popleft()
             missing = {self._chunks.at(group, number) for group, numbers in lacks.items() for number in numbers}
             context = ReqContext(req_id=f"{prompt.request.request_id} again {next(self._again)}")
-            keys = self._keys(prompt, missing | places, context)
-            if keys is None:
-                continue
             parent.on_new_request(context)
             try:
-                if all(parent.lookup(key, context) is LookupResult.HIT for key in keys):
+                # The first of them is the likeliest to be gone.
+                first = {min(missing, key=lambda place: place.end)} if missing else set()
+                if self._keys(prompt, first, context, parent) is None:
+                    continue
+                looked += len(missing | places)
+                keys = self._keys(prompt, missing | places, context, parent)
+                if keys is not None:
                     self._submit(parent.create_store_job(keys, context), prompt, self._begin_save)
             finally:
                 parent.on_request_finished(context)
 
-    def _keys(self, prompt: Prompt, places: set[Place], context: ReqContext) -> list[OffloadKey] | None:
-        """The keys of blocks, whose ends are noted in the context. None if the prompt has no hash of one."""
+    def _keys(
+        self, prompt: Prompt, places: set[Place], context: ReqContext, parent: ParentManager
+    ) -> list[OffloadKey] | None:
+        """The keys of blocks, whose ends are noted in the context. None if the prompt has no hash of one, or vLLM's
+        host memory has not all."""
         keys = []
         for place in sorted(places, key=lambda place: place.end):
             key = self._chunks.key(place, prompt.request.block_hashes)
@@ -438,6 +467,8 @@ class UndercroftTier(SecondaryTierManager):
                 return None
             keys.append(OffloadKey(key))
             context.set_offload_key_position(keys[-1], place.end)
+            if parent.lookup(keys[-1], context) is not LookupResult.HIT:
+                return None
         return keys
 
     @fail_open(nothing)
