@@ -22,7 +22,7 @@ STAGING_BYTES = 64 << 20
 UNPINNED_STAGING_BYTES = 16 << 20
 """Device memory of the staging buffer for memory that is not pinned, whose copies are slow in any case."""
 _ALIGNMENT = 512
-"""Of the second half of a staging buffer, in bytes, as of an allocation: kernels move 16 bytes at a time."""
+"""Alignment of a staging buffer's second half in bytes, as of PyTorch's memory: kernels move 16 bytes at a time."""
 ROW_NUMBERS = 1 << 20
 """Most row numbers in flight (8 bytes each, in pinned memory and on the device). A prompt of 128k tokens has fewer, so
 one copy uploads all of them."""

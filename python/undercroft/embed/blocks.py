@@ -101,6 +101,19 @@ class Registration:
         self.payload_bytes = sum(group.parts)
 
 
+def shaped(blocks: Blocks, parts: int) -> Blocks:
+    """The blocks with their addresses in two dimensions. Raises ValueError unless the numbers ascend and are as many as
+    the addresses."""
+    numbers = np.asarray(blocks.numbers, dtype=np.int64)
+    addresses = np.asarray(blocks.addresses, dtype=np.int64).reshape(-1, parts)
+    if len(numbers) != len(addresses) or (len(numbers) and (numbers[0] < 0 or (numbers[1:] <= numbers[:-1]).any())):
+        raise ValueError(
+            f"group {blocks.group}: {len(numbers)} numbers and {len(addresses)} addresses; they must be as many, "
+            "and the numbers ascend"
+        )
+    return Blocks(blocks.group, numbers, addresses)
+
+
 class Run(NamedTuple):
     """Blocks of a group, one after the other, that a save may take."""
 

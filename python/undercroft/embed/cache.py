@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from undercroft.config import OPTIONS, UndercroftConfig
-from undercroft.embed.blocks import Blocks, Group, Job, Registration, runs
-from undercroft.embed.memory import merged
+from undercroft.embed.blocks import Blocks, Group, Job, Registration, runs, shaped
+from undercroft.embed.memory import are_inside, merged
 from undercroft.engine import open_engine
 from undercroft.log import LogOnce, logger
 
@@ -547,8 +547,6 @@ class Cache:
         self._attach_at = time.monotonic() + _ATTACH_AGAIN_S
         self._attaching = False
 
-    # Small things
-
     def _tokens(self, group: int) -> int:
         return self._groups[group].block_tokens or self._block_tokens
 
@@ -590,28 +588,11 @@ class Cache:
             if not 0 <= one.group < len(self._groups):
                 raise ValueError(f"group {one.group}; there are {len(self._groups)}")
             parts = self._parts[one.group]
-            numbers = np.asarray(one.numbers, dtype=np.int64)
-            addresses = np.asarray(one.addresses, dtype=np.int64).reshape(-1, len(parts))
-            if len(numbers) != len(addresses) or (
-                len(numbers) and (numbers[0] < 0 or (numbers[1:] <= numbers[:-1]).any())
-            ):
-                raise ValueError(
-                    f"group {one.group}: {len(numbers)} numbers and {len(addresses)} addresses; they must be as many, "
-                    "and the numbers ascend"
-                )
-            if len(numbers) and not _are_inside(regions, addresses, addresses + parts):
+            own = shaped(one, len(parts))
+            if len(own.numbers) and not are_inside(regions, own.addresses, own.addresses + parts):
                 raise ValueError(f"group {one.group}: a block lies outside the regions; name them with add_region")
-            checked.append(Blocks(one.group, numbers, addresses))
+            checked.append(own)
         return tuple(checked)
-
-
-def _are_inside(regions: list[tuple[int, int]], begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> bool:
-    """Whether all parts of blocks lie in regions, each in one."""
-    if len(regions) == 1:
-        return bool(begins.min() >= regions[0][0] and ends.max() <= regions[0][1])
-    of_regions = np.asarray(regions or [(0, 0)], dtype=np.int64)
-    at = of_regions[:, 0].searchsorted(begins, side="right") - 1
-    return bool((at >= 0).all() and (ends <= of_regions[at, 1]).all())
 
 
 def _least(begin: int, planned: bool) -> int:

@@ -33,7 +33,7 @@ class _Keyed(NamedTuple):
     """The chunks of a KV cache group, as keys tell of them."""
 
     tokens: int
-    """Of a chunk."""
+    """Tokens of a chunk."""
     engine_groups: list[int | None]
     """Of each chunk of a hash block of the engine. None for chunks that are not kept."""
 
