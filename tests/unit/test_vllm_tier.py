@@ -53,8 +53,12 @@ def state(tokens: int = HASH) -> Any:
     return MambaSpec(block_size=tokens, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 
-def chunks(specs: Sequence[Any], per_chunk: int = 1, offloaded: Sequence[int] | None = None) -> Chunks:
-    groups = [KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(specs)]
+def chunks(
+    specs: Sequence[Any], per_chunk: int = 1, offloaded: Sequence[int] | None = None, drafts: Sequence[int] = ()
+) -> Chunks:
+    groups = [
+        KVCacheGroupSpec([f"layer{index}"], spec, is_eagle_group=index in drafts) for index, spec in enumerate(specs)
+    ]
     of_vllm = SimpleNamespace(
         groups=[
             SimpleNamespace(group_id=index, tokens_per_block=specs[index].block_size)
@@ -111,6 +115,11 @@ def test_a_hit_has_as_many_chunks_of_a_window_as_vllm_asks_for() -> None:
     )
     made = chunks([full(), spec])
     assert served(made, 160)[1] == [7, 8, 9]
+
+
+def test_a_hit_beside_a_draft_has_another_chunk_of_each_window() -> None:
+    made = chunks([full(), window(32), window(48)], drafts=[2])
+    assert served(made, 160) == {0: [*range(10)], 1: [7, 8, 9], 2: [6, 7, 8, 9]}
 
 
 def test_a_hit_has_the_state_at_its_end_only() -> None:

@@ -47,14 +47,17 @@ class Chunks:
         per_chunk = offloading_config.cache.blocks_per_chunk
         self.shards = shards
         tokens = {group.group_id: group.tokens_per_block * per_chunk for group in offloading_config.groups}
+        has_drafts = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         kinds, windows = [], []
         for index, spec in enumerate(specs):
             kind = compat.group_kind(spec) if index in tokens else "ignored"
             window = 0
             if kind in ("sliding_window", "chunked_local"):
-                # vLLM's lookup wants so many whole chunks before the end of a hit, whichever of the two it is.
-                kind, window = "sliding_window", _window_chunks(spec, tokens[index]) * tokens[index] + 1
+                # vLLM's lookup wants so many whole chunks before the end of a hit, whichever of the two it is. With a
+                # draft, whose last chunk it leaves out, the hit ends a chunk earlier in each group.
+                wanted = _window_chunks(spec, tokens[index]) + has_drafts
+                kind, window = "sliding_window", wanted * tokens[index] + 1
             kinds.append(kind or "ignored")
             windows.append(window)
         sizes = tuple(tokens.get(index, 0) for index in range(len(specs)))
