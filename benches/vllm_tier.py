@@ -256,6 +256,7 @@ def main() -> None:
         for number in range(arguments.rounds):
             for tier in TIERS[:: -1 if number % 2 else 1]:
                 results[tier].append(run(tier, Path(root), arguments))
+                print(f"round {number + 1}, {tier}: {json.dumps(results[tier][-1])}", file=sys.stderr, flush=True)
             pair = [results[tier][-1].pop("answers") for tier in TIERS]
             if pair[0] != pair[1]:
                 raise RuntimeError("the answers of the two tiers differ")
