@@ -109,6 +109,7 @@ SGLANG_FLAGS = {
     "--hicache-storage-backend",
     "--hicache-storage-backend-extra-config",
     "--hicache-storage-prefetch-policy",
+    "--hicache-write-policy",
     "--json-model-override-args",
     "--lora-paths",
     "--model-path",
