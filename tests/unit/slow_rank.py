@@ -27,7 +27,7 @@ class SlowRank(Rank):
         monkeypatch.setattr(worker, "make_copier", self._copier)
         self.worker.register_kv_caches(self.caches)
 
-    def _copier(self, layout: Any, arena: Any, rank: int, pinner: Any) -> CudaCopier:
+    def _copier(self, layout: Any, arena: Any, rank: int, pinner: Any, gather_below: int) -> CudaCopier:
         assert self.free, "a second copier would need device memory of its own"
         lanes = self.free.pop()
         return CudaCopier(layout, arena, rank, lanes, None, on_close=lambda: self.free.append(lanes))

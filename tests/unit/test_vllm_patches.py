@@ -55,6 +55,7 @@ MAY_IMPORT_VLLM = {
     "registration.py": {("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory")},
     "vllm_tier/events.py": {(OFFLOAD, one) for one in ("Locality", "Medium", "OffloadKey", "OffloadingEvent")},
     "vllm_tier/identity.py": {(f"{OFFLOADING_CONNECTOR}.canonical_mapping", "canonical_format_id")},
+    "vllm_tier/prompts.py": {(OFFLOAD, "LookupResult")},
     "vllm_tier/stats.py": {
         (f"{OFFLOADING_CONNECTOR}.metrics", "OffloadingConnectorStats"),
         *((OFFLOAD, f"Offloading{name}Metadata") for name in ("Counter", "Gauge", "Metric")),

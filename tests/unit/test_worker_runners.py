@@ -38,7 +38,7 @@ class Runner:
 
         lanes = Lanes.make(self.streams, row_numbers=1000, thread=lambda name: AtOnceExecutor())
 
-        def copier(device: Any, arena: Arena, rank: int, pinner: None) -> CudaCopier:
+        def copier(device: Any, arena: Arena, rank: int, pinner: None, gather_below: int) -> CudaCopier:
             return CudaCopier(device, arena, rank, lanes, pinner)
 
         monkeypatch.setattr(worker, "make_copier", copier)
