@@ -79,7 +79,7 @@ def test_random_chats_find_right_kv_on_each_level(layout: str, policy: str, rank
                 found = {level: found[level] + getattr(served, level) for level in found}
                 one.tree.sanity_check()
             one.settle()
-    assert min(found.values()) > 60 * PAGE, found
+    assert min(found.values()) > 20 * PAGE, found
 
 
 def test_chats_survive_failures_that_sglang_injects(rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
