@@ -38,11 +38,13 @@ ROW_NUMBERS = 64
 class SlowStreams(CudaStreams):
     """Every copy starts late."""
 
+    spin = SPIN
+
     def copy(
         self, stream: Any, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, **order: bool
     ) -> None:
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(SPIN)
+            torch.cuda._sleep(self.spin)
         super().copy(stream, destinations, sources, sizes, **order)
 
 
@@ -62,6 +64,9 @@ class WithoutWaits(Untimed):
 
 
 class EventsTooEarly(Untimed):
+    spin = 20 * SPIN
+    """Longer than this thread takes to look at a job that is queued."""
+
     def happened(self, event: Any) -> bool:
         return True
 
