@@ -180,7 +180,9 @@ def test_a_disk_that_hangs_costs_a_part_of_the_computing_time(
     assert hung.tokens == reference(LONG)
     assert hung.cached < 896
     found = stats(second)
-    assert found["plans_stopped_rest"] + found["plans_stopped_guarantee"] + found["promotions_given_up"] > 0
+    # On a slow machine the plan may be not to read at all.
+    ends = ("plans_stopped_rest", "plans_stopped_guarantee", "promotions_given_up", "plans_compute_faster")
+    assert sum(found[name] for name in ends) > 0
     core.limit_reads(None)
     for ids in CROWD:
         answer = second.generate(ids, 4)
