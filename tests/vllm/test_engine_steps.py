@@ -14,6 +14,7 @@ import undercroft
 from engine_checks import add, begun, finish, nothing_left, step
 from real_engine import Engine, prompt
 from undercroft import compat
+from undercroft.connector.observe.stats import EngineStats
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -99,9 +100,11 @@ def calls(work: Callable[[], object]) -> int:
 
 
 def test_a_step_takes_few_calls_with_a_new_prompt_and_with_answers_only(
-    engine: Start, llama: Path, tmp_path: Path
+    engine: Start, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"host_memory": "128MiB", "disk_path": str(tmp_path / "cache"), "disk_capacity": "256MiB"}
+    # Once in a second the engine's counters are read, which a busy machine would do in each of these steps.
+    monkeypatch.setattr(EngineStats, "collect", lambda *_, **__: {})
     one = engine(llama, options, blocks=96)
     cold, answers = [], []
     for seed in range(8):
@@ -109,6 +112,6 @@ def test_a_step_takes_few_calls_with_a_new_prompt_and_with_answers_only(
         cold.append(calls(lambda: step(one)))
         answers += [calls(lambda: step(one)) for _ in range(3)]
         finish(one)
-    # The least: once in a second the engine's counters are read, and a copy may end in any step.
+    # The least: a copy may end in any step.
     assert min(cold) <= MOST_CALLS_COLD
     assert min(answers) <= MOST_CALLS_ANSWERS

@@ -216,6 +216,16 @@ impl<E: IoEngine> FaultEngine<E> {
         )
     }
 
+    /// Forgets the times of the reads so far if the rate was changed since they were set.
+    fn obey_new_rate(&mut self, changes: u64) {
+        if std::mem::replace(&mut self.read_rates, changes) != changes {
+            self.due.clear();
+            self.busy_until = None;
+            // Completions that were held back are there for the next wait.
+            self.inner.waker().wake();
+        }
+    }
+
     /// Operations of a device that have ended and are held back.
     fn held_of(&self, device: u16) -> usize {
         let held = self.held.iter();
@@ -296,6 +306,8 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
 
     fn submit(&mut self, request: IoRequest) {
         let faults = self.control.lock().clone();
+        // Before this request gets its time: a wait that saw the change only later would let it end at once.
+        self.obey_new_rate(faults.read_rates);
         let held = self.held_of(request.device());
         let is_full = held > 0 && self.room(request.device()) == 0;
         self.devices.insert(request.token(), request.device());
@@ -339,13 +351,7 @@ impl<E: IoEngine> IoEngine for FaultEngine<E> {
 
     fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<IoCompletion>) {
         let changes = self.control.lock().read_rates;
-        let mut timeout = timeout;
-        if std::mem::replace(&mut self.read_rates, changes) != changes {
-            self.due.clear();
-            self.busy_until = None;
-            // Completions that were held back are delivered now.
-            timeout = Some(Duration::ZERO);
-        }
+        self.obey_new_rate(changes);
         let left = |due: &Instant| due.saturating_duration_since(Instant::now());
         let held = self.held.iter();
         let first = held

@@ -512,6 +512,29 @@ fn a_device_that_hangs_answers_when_it_is_released() {
     assert!(rig.write(0, 0, UNIT as u32).is_ok());
 }
 
+#[test]
+fn a_read_that_begins_after_the_device_hangs_does_not_end() {
+    let mut control = None;
+    let mut rig = Rig::with(|arena, device| {
+        let inner = ThreadPool::new(DEPTH, arena, vec![device]).unwrap();
+        let (engine, handle) = FaultEngine::new(inner);
+        control = Some(handle);
+        Box::new(engine)
+    });
+    let control = control.unwrap();
+    let checksum = rig.write(0, 0, UNIT as u32).unwrap();
+    control.limit_reads(Some(0.0));
+    // Between this request and the change of the rate the engine has not waited.
+    rig.engine.submit(read(7, 0, 0, UNIT as u32, checksum));
+    let mut out = Vec::new();
+    for _ in 0..20 {
+        rig.engine.wait(Some(Duration::from_millis(5)), &mut out);
+    }
+    assert!(out.is_empty());
+    control.limit_reads(None);
+    assert_eq!(rig.drain().len(), 1);
+}
+
 macro_rules! conformance {
     ($engine:ident, $needs_io_uring:expr, $open:expr; $($test:ident)*) => {
         mod $engine {
