@@ -87,6 +87,8 @@ METRICS: tuple[Metric, ...] = (
             "remote_gets": ("remote", "load"), "remote_puts": ("remote", "save"),
         },
     ),
+    _one("registered_bytes", "counter",
+         "Bytes of host memory registered with the devices as pinned memory, summed over the workers."),
     _one("promotions", "counter", "Lookups that read from disk."),
     _one("promotion_time_seconds", "counter", "Sum of the times from the first read to the last of each promotion.",
          "promotion_seconds"),

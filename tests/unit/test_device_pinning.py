@@ -9,12 +9,13 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from undercroft._core import Arena
-from undercroft.device import pinning
-from undercroft.device.pinning import MAX_CHUNKS, PIN_CHUNK, ArenaPinner, EnginePages, Turns, chunk_bytes
+from undercroft.device import cuda_streams, pinning
+from undercroft.device.pinning import MAX_CHUNKS, PIN_CHUNK, ArenaPinner, EnginePages, Turns, Unsupported, chunk_bytes
 
 BASE = 1 << 20
 
@@ -79,6 +80,43 @@ def test_a_refusal_keeps_what_was_pinned_and_is_said(
     assert "1000 of 2500 bytes of host memory are pinned" in record.message
     assert "out of memory, error 2" in record.message
     assert "ulimit -l" in record.message
+
+
+def test_a_refusal_of_any_memory_advises_no_setting(warnings: pytest.LogCaptureFixture) -> None:
+    one = ArenaPinner(BASE, 2500, lambda *_: Unsupported("not supported, error 801"), lambda _: None, chunk=1000)
+    assert one.wait(60)
+    one.close()
+    (record,) = warnings.records
+    assert "0 of 2500 bytes of host memory are pinned" in record.message
+    assert "error 801" in record.message
+    assert "No setting changes this" in record.message
+    assert "host_memory, or" not in record.message
+
+
+@pytest.mark.parametrize(("code", "refuses_all"), [(0, None), (2, False), (801, True)])
+def test_confidential_computing_is_told_from_a_lack_of_memory(code: int, refuses_all: bool | None) -> None:
+    runtime = SimpleNamespace(cudaGetErrorString=lambda number: f"text of {number}")
+    refusal = cuda_streams.refusal(runtime, code)
+    assert (refusal is None) is (refuses_all is None)
+    if refusal is not None:
+        assert isinstance(refusal, Unsupported) is refuses_all
+        assert f"error {code}" in refusal
+        assert ("confidential computing" in refusal) is refuses_all
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 3600.0])
+def test_registration_says_how_far_it_is_and_when_it_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, pause_s: float
+) -> None:
+    monkeypatch.setattr(pinning.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(pinning.logger, "propagate", False)
+    caplog.set_level(logging.INFO, pinning.logger.name)
+    monkeypatch.setattr(pinning, "PROGRESS_S", pause_s)
+    one = ArenaPinner(BASE, 2500, lambda *_: None, lambda _: None, chunk=1000)
+    assert one.wait(60)
+    one.close()
+    said = [record.message.split(" of host")[0].removeprefix("undercroft: ") for record in caplog.records]
+    assert said == ["1000 of 2500 bytes", "2000 of 2500 bytes", "2500 of 2500 bytes"][-3 if not pause_s else -1 :]
 
 
 def test_closing_stops_after_the_chunk_under_way() -> None:

@@ -21,6 +21,7 @@ class Pinner:
 
     def __init__(self, address: int) -> None:
         self.address = address
+        self.pinned_bytes = 0
         self.closed = threading.Event()
 
     def close(self) -> None:

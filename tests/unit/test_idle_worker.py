@@ -27,6 +27,7 @@ class Pinner:
     """Unpins when the test says so, as a driver that takes seconds."""
 
     def __init__(self) -> None:
+        self.pinned_bytes = 0
         self.unpins = threading.Event()
         self.closed = threading.Event()
 
@@ -74,6 +75,21 @@ def test_the_arena_of_an_engine_that_ends_is_released_without_a_step(
     assert one.free, "the lanes are free for the next copier"
     one.worker.shutdown()
     assert arena.gone == 1
+
+
+def test_what_the_device_registers_is_counted_between_steps(monkeypatch: pytest.MonkeyPatch, pinner: Pinner) -> None:
+    monkeypatch.setattr(worker, "WATCH_S", 3600.0)
+    one = SlowRank(monkeypatch, Attachments())
+    one.hooks(step(loads=[job(1, [1], [0], "a", 1)]))
+    one.worker.get_kv_connector_stats()
+    counted = []
+    for pinner.pinned_bytes in (0, 1000, 1000, 2500):
+        one.worker.release_unserved()
+        counted.append((one.worker.get_kv_connector_stats() or {}).get("registered_bytes"))
+    assert counted == [None, 1000, None, 1500]
+    one.settle()
+    pinner.unpins.set()
+    one.worker.shutdown()
 
 
 def test_an_arena_whose_copies_run_is_released_after_them(monkeypatch: pytest.MonkeyPatch, pinner: Pinner) -> None:

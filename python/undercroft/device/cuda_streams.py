@@ -11,11 +11,13 @@ import torch
 from undercroft._core import Arena
 from undercroft.device import driver
 from undercroft.device.memcpy import BatchedCopy, batched_copy
-from undercroft.device.pinning import ArenaPinner, EnginePages, Turns
+from undercroft.device.pinning import ArenaPinner, EnginePages, Turns, Unsupported
 
 _LIKE_THE_MODEL = 0
 _URGENT = -1
 """Priorities of streams. The model's stream has the default priority, 0, which is the lowest."""
+_NOT_SUPPORTED = 801
+"""cudaErrorNotSupported: what a device in confidential computing answers for every size."""
 _REGISTER_PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of the process, not only for the context that registers."""
 
@@ -104,18 +106,18 @@ def pin(device: torch.device, arena: Arena) -> ArenaPinner:
     """Start to register the arena with the process's CUDA context on ``device``, in turns with other processes."""
     runtime: Any = torch.cuda.cudart()
     library = driver.load()
-    refusal = driver.why_not_pinnable(library, torch.cuda.current_device() if device.index is None else device.index)
+    why_not = driver.why_not_pinnable(library, torch.cuda.current_device() if device.index is None else device.index)
 
     def register(start: int, length: int) -> str | None:
-        if refusal is not None:
-            return refusal
+        if why_not is not None:
+            return why_not
         driver.allow_during_capture(library)
         with torch.cuda.device(device):
-            return _refusal(runtime, runtime.cudaHostRegister(start, length, _REGISTER_PORTABLE))
+            return refusal(runtime, runtime.cudaHostRegister(start, length, _REGISTER_PORTABLE))
 
     def unregister(start: int) -> str | None:
         with torch.cuda.device(device):
-            return _refusal(runtime, runtime.cudaHostUnregister(start))
+            return refusal(runtime, runtime.cudaHostUnregister(start))
 
     return ArenaPinner(
         arena.address,
@@ -129,5 +131,12 @@ def pin(device: torch.device, arena: Arena) -> ArenaPinner:
     )
 
 
-def _refusal(runtime: Any, code: Any) -> str | None:
-    return f"{runtime.cudaGetErrorString(code)}, error {int(code)}" if int(code) else None
+def refusal(runtime: Any, code: Any) -> str | None:
+    """What the answer ``code`` of a runtime's function says, for people; None if it has succeeded."""
+    number = int(code)
+    if not number:
+        return None
+    text = f"{runtime.cudaGetErrorString(code)}, error {number}"
+    if number != _NOT_SUPPORTED:
+        return text
+    return Unsupported(f"{text}: this device registers no host memory, as in confidential computing")

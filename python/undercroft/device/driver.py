@@ -6,6 +6,8 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
+from undercroft.device.pinning import Unsupported
+
 LIBRARY = "libcuda.so.1"
 
 HOST_POINTER_FOR_REGISTERED_MEMORY = 91
@@ -21,7 +23,7 @@ def load() -> Any:
     return ctypes.CDLL(LIBRARY)
 
 
-def why_not_pinnable(driver: Any, device: int) -> str | None:
+def why_not_pinnable(driver: Any, device: int) -> Unsupported | None:
     """The reason, for people, why copies of registered host memory would fail on this device; None if they work.
 
     Copies name host addresses. If the device has other addresses for registered memory (WSL2), a batch of such copies
@@ -33,7 +35,7 @@ def why_not_pinnable(driver: Any, device: int) -> str | None:
     )
     if code == 0 and value.value == 0:
         where = " (WSL2)" if is_wsl() else ""
-        return f"the device cannot use host addresses of registered memory{where}"
+        return Unsupported(f"the device cannot use host addresses of registered memory{where}")
     return None
 
 

@@ -27,6 +27,14 @@ POPULATING_STALL_S = 10.0
 """Time without a new page after which the engine populates no more."""
 TURN_PAUSE_S = 0.001
 """Pause between two attempts to get the turn while another process registers."""
+PROGRESS_S = 30.0
+"""Pause between two lines of the log about a registration that lasts: eight ranks with 512 GiB need minutes."""
+
+
+class Unsupported(str):
+    """A refusal to register any memory, which no limit and no smaller ``host_memory`` changes."""
+
+    __slots__ = ()
 
 
 def chunk_bytes(size: int) -> int:
@@ -200,6 +208,7 @@ class ArenaPinner:
         self._chunk = chunk or chunk_bytes(size)
         self._stop = threading.Event()
         self._pinned = 0
+        self._started = self._said = time.monotonic()
         self._settled = threading.Event()
         # Daemon: a process that ends without `close` must not wait for this thread. The driver then unregisters all.
         self._thread = threading.Thread(target=self._run, name="undercroft-pin", daemon=True)
@@ -241,6 +250,7 @@ class ArenaPinner:
                 break
             registered.append(self._address + begin)
             self._pinned = begin + size
+            self._say_progress()
             # The driver holds a lock during registration, which the model's launches need. This pause leaves them half
             # of the time.
             self._stop.wait(took)
@@ -270,14 +280,32 @@ class ArenaPinner:
             refusal = _refusal(self._register, self._address + begin, size)
             return time.monotonic() - started, refusal
 
+    def _say_progress(self) -> None:
+        """One line in a while as long as registration lasts, and one at its end."""
+        now = time.monotonic()
+        if self._pinned < self._size and now - self._said < PROGRESS_S:
+            return
+        self._said = now
+        logger.info(
+            "undercroft: %d of %d bytes of host memory are pinned after %.0f s.",
+            self._pinned,
+            self._size,
+            now - self._started,
+        )
+
     def _report(self, refusal: str) -> None:
+        advice = (
+            "No setting changes this"
+            if isinstance(refusal, Unsupported)
+            else "Lower host_memory, or raise the limit on locked memory (ulimit -l, or memlock of the container)"
+        )
         logger.warning(
             "undercroft: %d of %d bytes of host memory are pinned; the driver refused more (%s). Copies of the rest "
-            "are slower. Lower host_memory, or raise the limit on locked memory (ulimit -l, or memlock of the "
-            "container).",
+            "are slower. %s.",
             self._pinned,
             self._size,
             refusal,
+            advice,
         )
 
 

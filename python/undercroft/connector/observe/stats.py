@@ -189,6 +189,7 @@ WORKER_KEYS: dict[str, str] = {
     "save_bytes": "bytes copied from the device to the arena",
     "save_seconds": "time from the start to the end of these copies, summed",
     "saves_done": "saves ended by a rank",
+    "registered_bytes": "bytes of the arena registered with a rank's device as pinned memory",
 }
 """Counters of each rank, which workers report. They are summed over the ranks."""
 

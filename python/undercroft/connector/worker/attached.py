@@ -27,6 +27,7 @@ class AttachedArena:
         except Exception:
             mapping.let_go()
             raise
+        self._registered = 0
         self._held: Arena | None = mapping
         self.ended: dict[int, Arena] = {}
         """For each session that is over and may still have copies, the attachment that holds its slots."""
@@ -45,6 +46,11 @@ class AttachedArena:
     def is_served(self) -> bool:
         """Whether the arena's engine still runs, as far as an attachment shows it."""
         return self._held is None or self._held.is_served
+
+    def newly_registered(self) -> int:
+        """Bytes that the device has registered since the last call."""
+        before, self._registered = self._registered, self.pinner.pinned_bytes if self.pinner is not None else 0
+        return self._registered - before
 
     def hold_for(self, attachment: Arena) -> None:
         """From now on hold the arena for the session of another attachment. The mapping stays."""

@@ -1,4 +1,4 @@
-"""The results of a worker's jobs until vLLM asks for them."""
+"""The results of a worker's jobs, and its counters, until vLLM asks for them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ class Outcomes:
         direction = "save" if to_arena else "load"
         self._counters[f"{direction}_bytes"] += size
         self._counters[f"{direction}_seconds"] += seconds
+
+    def registered(self, size: int) -> None:
+        """Count bytes of the arena that the device has registered."""
+        if size:
+            self._counters["registered_bytes"] += size
 
     def end(self, job: TransferJob, to_arena: bool, *, ok: bool) -> None:
         """Report a job that has ended."""

@@ -250,7 +250,8 @@ class WorkerConnector:
 
     @_exclusive
     def release_unserved(self) -> None:
-        """Release the arena of an engine that has ended, if no copy runs. The watcher calls this between steps.
+        """Release the arena of an engine that has ended, if no copy runs, and count what is pinned. The watcher calls
+        this between steps.
 
         An idle or sleeping vLLM has no steps, and its host may lack the memory for a new engine's arena meanwhile.
         """
@@ -259,6 +260,8 @@ class WorkerConnector:
         if self._attempt is not None and not self._attempt.is_served:
             self._abandon_attempt()
         attached = self._attached
+        if attached is not None:
+            self._outcomes.registered(attached.newly_registered())
         if self._running and (attached is None or not attached.is_held or not attached.is_served):
             self._collect_late()
         if attached is None or self._running:
