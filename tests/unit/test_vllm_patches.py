@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
@@ -41,7 +40,7 @@ from vllm.v1.worker.gpu_worker import Worker
 import undercroft
 from fake_config import kv_cache_config, vllm_config
 from test_imports import run_time_nodes
-from undercroft import log, plugin, registration, vllm_patches
+from undercroft import log, plugin, vllm_patches
 from undercroft.compat import KVConnectorRole
 from undercroft.connector.connector import UndercroftConnector
 from undercroft.errors import ConfigError, StoreError
@@ -99,6 +98,8 @@ CLASS_PLACES: list[tuple[Any, str]] = [
     (EngineCore, "__init__"),
     (Worker, "sleep"),
     (Worker, "wake_up"),
+    (Worker, "discard"),
+    (Worker, "checkpoint_prepare"),
     (BeamSearchOfflineMixin, "beam_search"),
     (BeamSearchOnlineMixin, "beam_search"),
     (app, "init_entrypoints_middleware"),
@@ -175,6 +176,7 @@ def apply_all() -> None:
     vllm_patches.tell_embeddings_apart()
     vllm_patches.exempt_requests()
     vllm_patches.end_copies_before_sleep(lambda _: ())
+    vllm_patches.leave_device_before_checkpoint(lambda _: ())
     vllm_patches.end_reservations()
     vllm_patches.evict_uncomputed()
 
@@ -554,42 +556,3 @@ def test_only_the_patches_change_objects_of_vllm() -> None:
                 if "__dict__" in base or changed.endswith("__class__") or words & {"request", "config", "vllm", "pool"}:
                     wrong.append(f"{path}:{node.lineno} {changed} = ...")
     assert not wrong, f"vLLM is changed in vllm_patches/ only: {wrong}"
-
-
-class Sleeping:
-    """Stands in for an undercroft connector in a worker."""
-
-    is_undercroft = True
-
-    def __init__(self, told: list[str]) -> None:
-        self.unregister_kv_caches = lambda: told.append("copies end")
-        self.restore_kv_caches = lambda: told.append("copies begin")
-
-
-@pytest.mark.usefixtures("unpatched")
-def test_copies_end_before_the_device_loses_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    group: Any = SimpleNamespace(_connectors=[Sleeping(told)])
-    monkeypatch.setattr("vllm.distributed.kv_transfer.has_kv_transfer_group", lambda: True)
-    monkeypatch.setattr("vllm.distributed.kv_transfer.get_kv_transfer_group", lambda: group)
-    monkeypatch.setattr(Worker, "sleep", lambda self, level=1: told.append(f"sleep {level}"))
-    monkeypatch.setattr(Worker, "wake_up", lambda self, tags=None: told.append(f"wake {tags}"))
-    # Newer versions of vLLM call connectors themselves.
-    called_by_vllm = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-    assert vllm_patches.end_copies_before_sleep(registration.ours_in)
-    worker: Any = object.__new__(Worker)
-    worker.sleep(2)
-    worker.wake_up(["weights"])
-    worker.wake_up(tags=["kv_cache"])
-    if called_by_vllm:
-        assert told == ["sleep 2", "wake ['weights']", "wake ['kv_cache']"]
-    else:
-        assert told == ["copies end", "sleep 2", "wake ['weights']", "wake ['kv_cache']", "copies begin"]
-
-
-@pytest.mark.usefixtures("unpatched")
-def test_sleep_without_a_connector_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.distributed.kv_transfer.has_kv_transfer_group", lambda: False)
-    monkeypatch.setattr(Worker, "sleep", lambda self, level=1: level)
-    assert vllm_patches.end_copies_before_sleep(fail)
-    assert object.__new__(Worker).sleep(2) == 2

@@ -324,6 +324,19 @@ def test_sleep_ends_copies_and_wake_up_finds_the_pages_again(host: Host) -> None
     assert one.block(3) == expected
 
 
+def test_a_checkpoint_finds_no_arena_and_the_next_job_attaches_it_again(host: Host) -> None:
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    expected = one.block(3)
+    one.worker.wait_for_save(meta(saves=[job(1, [3], [0])]))
+    one.worker.release_arena()
+    attempts = len(host.attempts)
+    fill(one.caches, seed=5)
+    assert one.step(meta(loads=[job(2, [3], [0])])) == ({"r"}, set(), UndercroftWorkerMetadata({1: 1}))
+    assert one.block(3) == expected
+    assert len(host.attempts) == attempts + 1
+
+
 def test_shutdown_waits_for_copies_and_comes_twice(host: Host) -> None:
     one = Rank(host)
     one.worker.register_kv_caches(one.caches)

@@ -150,3 +150,18 @@ def test_sleep_and_wake_up(engine: Make, llama: Path, reference: Reference) -> N
     answer = one.generate(IDS, 16)
     assert (answer.cached, answer.tokens) == (HIT, reference(IDS, 16))
     nothing_left(one)
+
+
+def test_a_checkpoint_of_the_device_loses_no_block(engine: Make, llama: Path, reference: Reference) -> None:
+    """vLLM lets a tool suspend the device: the worker holds no host memory then, and has it again afterwards."""
+    one = engine(llama, MEMORY, blocks=64)
+    one.generate(IDS, 1)  # its saves are still under way
+    one.core.collective_rpc("checkpoint_prepare")
+    assert worker()._attached is None
+    one.core.collective_rpc("checkpoint_restore")
+    nothing_left(one)
+    answer = one.generate(IDS, 16)
+    assert (answer.cached, answer.tokens) == (HIT, reference(IDS, 16))
+    nothing_left(one)
+    assert worker()._attached is not None
+    assert (stats(one)["load_failures"], stats(one)["save_failures"]) == (0, 0)

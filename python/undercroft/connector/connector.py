@@ -105,6 +105,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             timeout_s = config.server_timeout_ms / 1e3 if config.server else ATTACH_TIMEOUT_S
             if reason is None:
                 vllm_patches.end_copies_before_sleep(ours_in)
+                vllm_patches.leave_device_before_checkpoint(ours_in)
             # vLLM tells the scheduler's half less of the model, so this half may be the only one that declines.
             self._worker = WorkerConnector(
                 vllm_config,
@@ -449,6 +450,12 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM is about to free the device's memory (sleep)."""
         if self._worker is not None:
             self._worker.unregister_kv_caches()
+
+    @fail_open(nothing)
+    def release_pinned_memory(self) -> None:
+        """vLLM is about to let a tool suspend the device (checkpoint)."""
+        if self._worker is not None:
+            self._worker.release_arena()
 
     @fail_open(nothing)
     def restore_kv_caches(self) -> None:

@@ -27,7 +27,7 @@ from undercroft.vllm_patches.inputs import MARK, are_named_by_content, mark_medi
 from undercroft.vllm_patches.lookahead import keep_lookahead_hashes
 from undercroft.vllm_patches.multi_connector import judge_all_hits, recompute_own_failed_loads
 from undercroft.vllm_patches.offloading import configuration_of_tier, show_to_tiers
-from undercroft.vllm_patches.sleep import end_copies_before_sleep
+from undercroft.vllm_patches.sleep import end_copies_before_sleep, leave_device_before_checkpoint
 from undercroft.vllm_patches.table import (
     EMBEDDINGS,
     HIT_THRESHOLD,
@@ -60,6 +60,7 @@ __all__ = [
     "free_loaded",
     "judge_all_hits",
     "keep_lookahead_hashes",
+    "leave_device_before_checkpoint",
     "lend_to_prefix_cache_reset",
     "mark_media",
     "patch_table",

@@ -210,11 +210,20 @@ WEIGHT_CHANGES = Patch(
 )
 WORKER_SLEEP = Patch(
     "worker_sleep",
-    ("Worker.sleep", "Worker.wake_up"),
+    ("Worker.sleep", "Worker.wake_up", "Worker.discard"),
     "the class, in workers",
     "vLLM takes the device's memory away without a word to the connector. The wrapper ends all copies first.",
     "0.31 to 0.32",
     "An engine in the caller's own process may go to sleep while copies run, and the device then fails.",
+)
+WORKER_CHECKPOINT = Patch(
+    "worker_checkpoint",
+    ("Worker.checkpoint_prepare",),
+    "the class, in workers",
+    "vLLM prepares itself for a tool that suspends the device, and tells no connector. The wrapper ends all copies and "
+    "unpins host memory first; the next load or save pins it again.",
+    "0.32 to 0.33",
+    "Host memory stays pinned during a checkpoint, which may fail for that reason.",
 )
 RANKS = Patch(
     "ranks",
@@ -276,6 +285,7 @@ PATCHES = (
     LOADED_REQUESTS,
     WEIGHT_CHANGES,
     WORKER_SLEEP,
+    WORKER_CHECKPOINT,
     RANKS,
     SHARED_PREFIX,
     CONFIGURATION,

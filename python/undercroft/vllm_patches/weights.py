@@ -12,6 +12,8 @@ from undercroft.vllm_patches.table import WEIGHT_CHANGES, failed, guarded, repla
 HARMLESS = frozenset(
     {
         "check_health",
+        "checkpoint_prepare",
+        "checkpoint_restore",
         "compute_weight_checksums",
         "get_compilation_match_table",
         "get_encoder_timing_stats",

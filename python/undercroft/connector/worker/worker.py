@@ -238,6 +238,12 @@ class WorkerConnector:
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.stop()
+        self.release_arena()
+        self._kv_caches.clear()
+        self._layout = None
+
+    def release_arena(self) -> None:
+        """Wait for running copies, and release and unpin the arena. The next job attaches it again."""
         with self._lock:
             self._take_over_early()
             self._abandon_attempt()
@@ -245,8 +251,6 @@ class WorkerConnector:
             self._set_aside()
         while self._unpinning:
             self._unpinning.pop().join()
-        self._kv_caches.clear()
-        self._layout = None
 
     @_exclusive
     def release_unserved(self) -> None:
