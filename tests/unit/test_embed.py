@@ -270,6 +270,39 @@ def test_an_error_in_one_job_ends_this_job_only() -> None:
         assert cache.stats()["saves"] == 0
 
 
+class Noting:
+    """An object of the engine that notes the calls of its methods."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.calls = inner, []
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("is_load", [True, False])
+def test_after_an_error_of_a_call_no_copy_uses_its_memory(is_load: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened({}) as cache:
+        pool = Pool(cache)
+        assert cache.save(keys(5, 4), [pool.blocks(0, 4)]).complete
+        attachment = cache._attachment
+        assert attachment is not None
+        copier = Noting(attachment.copier)
+        cache._attachment = attachment._replace(copier=copier)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="_advance"):
+            patch.setattr(cache, "_advance", Failing(None, "_advance")._fail)
+            if is_load:
+                cache.load(keys(5, 4), [pool.blocks(0, 4)])
+            else:
+                cache.save_each([(keys(seed, 4), [pool.blocks(0, 4)]) for seed in (6, 7)])
+        assert copier.calls[-1] == "drain"
+        cache.poll()
+        assert not cache.busy
+        assert cache.exists(keys(6, 4)) == cache.exists(keys(7, 4)) == 0, "the memory may have changed meanwhile"
+        assert cache.stats()["saves"] == cache.stats()["loads"] == 0
+
+
 def test_without_threads_the_memory_is_attached_later(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened({}) as cache:
         pool = Pool(cache)

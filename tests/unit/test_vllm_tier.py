@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import LookupResult, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext, make_offload_key
 
 import fake_config
 from undercroft import registration
@@ -303,6 +303,57 @@ def test_an_error_at_the_end_of_a_job_loses_no_other_end() -> None:
     tier._prompts, tier._ended, tier._log_once = SimpleNamespace(has_loaded=has_loaded), [], LogOnce()
     assert [(one.job_id, one.success) for one in tier.get_finished_jobs()] == [(1, True), (2, False), (3, True)]
     assert not tier._jobs
+
+
+def failing(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError("a bug")
+
+
+class FailingPart:
+    """A part of the tier all of whose methods fail. It has one request."""
+
+    known: ClassVar[dict[str, Any]] = {"r": SimpleNamespace(step=0, is_pending=False, served={b"k": 0}, has_room=False)}
+    step, more = 0, False
+
+    def __getattr__(self, _: str) -> Any:
+        return failing
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "answer"),
+    [
+        ("on_new_request", 1, RequestOffloadingContext()),
+        ("on_request_finished", 1, None),
+        ("lookup", 2, LookupResult.MISS),
+        ("submit_load", 1, None),
+        ("submit_store", 1, None),
+        ("get_finished_jobs", 0, []),
+        ("has_pending_work", 0, False),
+        ("drain_jobs", 0, None),
+        ("serve_external_requests", 1, None),
+        ("on_schedule_end", 1, None),
+        ("take_events", 0, ()),
+        ("get_stats", 0, None),
+        ("touch", 2, None),
+        ("shutdown", 0, None),
+    ],
+)
+def test_an_error_in_a_call_of_vllm_is_a_miss_and_is_said_once(
+    method: str, given: int, answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier: Any = object.__new__(UndercroftTier)
+    part = FailingPart()
+    tier._prompts = tier._cache = tier._stats = tier._events = tier._connector = tier._chunks = part
+    tier._jobs, tier._ended, tier._lacking, tier._log_once = {}, [], deque(), LogOnce()
+    request = SimpleNamespace(req_id="r", load_tier_filter=SimpleNamespace(allows=lambda *_: True))
+    job = SimpleNamespace(job_id=3, req_context=request, is_promotion=True)
+    arguments = [b"k", request] if given == 2 else [job if "submit" in method else request][:given]
+    if method == "serve_external_requests":
+        tier._lacking.append((SimpleNamespace(request=None), set(), {0: frozenset([0])}))
+    for _ in range(2):
+        assert getattr(tier, method)(*arguments) == answer
+    assert caplog.text.count("caught ") == (method not in ("has_pending_work", "touch"))
+    assert [(one.job_id, one.success) for one in tier._ended] == [(3, False)] * 2 * ("submit" in method)
 
 
 class Parent:

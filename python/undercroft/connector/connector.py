@@ -22,7 +22,6 @@ from undercroft.compat import (
 )
 from undercroft.config import UndercroftConfig, unknown_environment
 from undercroft.connector.announcement import Announcement
-from undercroft.connector.fail_open import fail_open, nothing
 from undercroft.connector.groups import why_unsupported
 from undercroft.connector.metadata import UndercroftMetadata
 from undercroft.connector.observe.events import NO_EVENTS, Events, NoEvents
@@ -35,6 +34,7 @@ from undercroft.connector.requests.hints import NO_HINTS, HintsOnly, NoHints, Re
 from undercroft.connector.resets import Resets
 from undercroft.connector.scheduler.scheduler import SchedulerConnector
 from undercroft.connector.wiring import start_scheduler
+from undercroft.fail_open import fail_open, nothing
 from undercroft.identity.adapters import ADAPTERS
 from undercroft.log import LogOnce, logger
 from undercroft.registration import ours_in, register_name

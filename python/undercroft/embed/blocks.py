@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from undercroft.embed.memory import are_inside
 from undercroft.errors import ConfigError
 
 
@@ -101,7 +102,22 @@ class Registration:
         self.payload_bytes = sum(group.parts)
 
 
-def shaped(blocks: Blocks, parts: int) -> Blocks:
+def checked(blocks: Blocks, parts: Sequence[npt.NDArray[np.int64]], regions: list[tuple[int, int]]) -> Blocks:
+    """The blocks with their addresses in two dimensions.
+
+    ``parts``: by group, the sizes of a block's parts. Raises ValueError for a group that does not exist, and for memory
+    outside the regions.
+    """
+    if not 0 <= blocks.group < len(parts):
+        raise ValueError(f"group {blocks.group}; there are {len(parts)}")
+    sizes = parts[blocks.group]
+    own = _shaped(blocks, len(sizes))
+    if len(own.numbers) and not are_inside(regions, own.addresses, own.addresses + sizes):
+        raise ValueError(f"group {blocks.group}: a block lies outside the regions; name them with add_region")
+    return own
+
+
+def _shaped(blocks: Blocks, parts: int) -> Blocks:
     """The blocks with their addresses in two dimensions. Raises ValueError unless the numbers ascend and are as many as
     the addresses."""
     numbers = np.asarray(blocks.numbers, dtype=np.int64)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from undercroft.config import OPTIONS, UndercroftConfig
-from undercroft.embed.blocks import Blocks, Group, Job, Registration, runs, shaped
-from undercroft.embed.memory import are_inside, merged
+from undercroft.embed.blocks import Blocks, Group, Job, Registration, checked, runs
+from undercroft.embed.memory import merged, span
 from undercroft.engine import open_engine
 from undercroft.log import LogOnce, logger
 
@@ -129,15 +129,7 @@ class Cache:
     def add_region(self, memory: Any) -> int:
         """Name memory of this program in which blocks may lie, and return its address: a writable buffer, or a pair of
         an address and a size. It must stay where it is until `close` has returned. Raises ValueError."""
-        if isinstance(memory, tuple):
-            address, size = map(int, memory)
-        else:
-            view = np.frombuffer(memory, dtype=np.uint8)
-            if not view.flags.writeable:
-                raise ValueError("the memory is read-only; loads write into it")
-            address, size = int(view.ctypes.data), view.nbytes
-        if address <= 0 or size <= 0:
-            raise ValueError(f"a region of {size} bytes at {address}")
+        address, size = span(memory)
         with self._lock:
             known = [(begin, end - begin) for begin, end in self._regions]
             self._regions = [(begin, begin + length) for begin, length in merged({*known, (address, size)})]
@@ -219,7 +211,8 @@ class Cache:
             while found.pending and (left := until - time.monotonic()) > 0 and self.wait(name, left):
                 found = self.find(name, chain, begin=begin, wait_s=timeout_s)
             job = Job(self._checked(blocks), is_load=True, _is_awaited=True)
-            return self._wait_for(self._load(job, name, begin, 0 if found.pending else found.tokens))
+            with self._ended_after_an_error([job]):
+                return self._wait_for(self._load(job, name, begin, 0 if found.pending else found.tokens))
         finally:
             self.forget(name)
 
@@ -231,9 +224,10 @@ class Cache:
     def save_each(self, saves: Sequence[tuple[list[bytes], Sequence[Blocks]]], *, timeout_s: float = 5.0) -> list[Job]:
         """`save` of the blocks of several chains, which are under way together."""
         jobs = [Job(self._checked(blocks), is_load=False, _is_awaited=True) for _, blocks in saves]
-        for job, (chain, _) in zip(jobs, saves, strict=True):
-            self._save(job, chain, timeout_s)
-        return [self._wait_for(job) for job in jobs]
+        with self._ended_after_an_error(jobs):
+            for job, (chain, _) in zip(jobs, saves, strict=True):
+                self._save(job, chain, timeout_s)
+            return [self._wait_for(job) for job in jobs]
 
     def begin_load(self, name: str, blocks: Sequence[Blocks], *, begin: int, end: int) -> Job:
         """Start the copies of a hit that `find` has found, from ``begin`` to ``end`` tokens. `poll` returns the job.
@@ -564,6 +558,20 @@ class Cache:
             else:
                 time.sleep(_STEP_S)
 
+    @contextlib.contextmanager
+    def _ended_after_an_error(self, jobs: Sequence[Job]) -> Iterator[None]:
+        """After an error the caller takes its memory back: no job copies from it or into it any more."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                for job in jobs:
+                    job._given_up = "" if job.is_load else "retry"
+                attachment = self._attachment
+            if attachment is not None:
+                attachment.copier.drain()
+            raise
+
     def _end_waiting(self) -> None:
         """End saves whose time is over and that wait for memory or a server's grant."""
         now = time.monotonic()
@@ -582,17 +590,7 @@ class Cache:
             self._end(job)
 
     def _checked(self, blocks: Sequence[Blocks]) -> tuple[Blocks, ...]:
-        """The blocks with their addresses in two dimensions. Raises ValueError for memory outside the regions."""
-        regions, checked = self._regions, []
-        for one in blocks:
-            if not 0 <= one.group < len(self._groups):
-                raise ValueError(f"group {one.group}; there are {len(self._groups)}")
-            parts = self._parts[one.group]
-            own = shaped(one, len(parts))
-            if len(own.numbers) and not are_inside(regions, own.addresses, own.addresses + parts):
-                raise ValueError(f"group {one.group}: a block lies outside the regions; name them with add_region")
-            checked.append(own)
-        return tuple(checked)
+        return tuple(checked(one, self._parts, self._regions) for one in blocks)
 
 
 def _least(begin: int, planned: bool) -> int:

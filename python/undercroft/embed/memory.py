@@ -22,6 +22,20 @@ _BYTES, _BLOCKS = 2 << 30, 256
 between the disk and the program's pool."""
 
 
+def span(memory: Any) -> tuple[int, int]:
+    """The address and the size of a writable buffer, or of such a pair. Raises ValueError."""
+    if isinstance(memory, tuple):
+        address, size = map(int, memory)
+    else:
+        view = np.frombuffer(memory, dtype=np.uint8)
+        if not view.flags.writeable:
+            raise ValueError("the memory is read-only; loads write into it")
+        address, size = int(view.ctypes.data), view.nbytes
+    if address <= 0 or size <= 0:
+        raise ValueError(f"a region of {size} bytes at {address}")
+    return address, size
+
+
 def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Addresses with sizes in ascending order, those that overlap or touch as one."""
     found: list[tuple[int, int]] = []

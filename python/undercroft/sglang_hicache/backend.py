@@ -6,6 +6,7 @@ SGLang saves a model's pools in separate calls, and in an order of its own.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from undercroft.embed.memory import with_small_memory
 from undercroft.engine import open_engine, start_line
 from undercroft.errors import UndercroftError
+from undercroft.fail_open import fail_open, fail_open_with, nothing
 from undercroft.identity.weights import Digests, digests_file
 from undercroft.log import LogOnce, logger
 from undercroft.sglang_hicache import identity, options, prefixes, weight_updates
@@ -38,9 +40,19 @@ _FIND_TIMEOUT_S = 1.0
 _PREFIX_KEYS = "hicache_storage_pass_prefix_keys"
 
 
+def _none(keys: list[str], *_: Any, **__: Any) -> list[bool]:
+    """The answer that no page is there, or is kept."""
+    return [False] * len(keys)
+
+
+def _none_of_several(transfers: list[Any], *_: Any, **__: Any) -> dict[str, list[bool]]:
+    """The same for several pools. SGLang takes a pool that is left out for one whose pages are all there."""
+    return {one.name: _none(one.keys or []) for one in transfers}
+
+
 class UndercroftHiCache(HiCacheStorage):
     """undercroft's disk, server and remote store below SGLang's host memory. All methods may be called from any
-    thread. No failure of a disk or server raises: it is a miss, or a page that is not kept."""
+    thread. After the pools are registered none raises: a failure is a miss, or a page that is not kept."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         """``storage_config``: SGLang's ``HiCacheStorageConfig``. Raises ConfigError for a wrong option."""
@@ -133,11 +145,27 @@ class UndercroftHiCache(HiCacheStorage):
         self._off = why
         logger.warning("undercroft is off, SGLang serves without it: %s.", why)
 
+    @fail_open(nothing)
     def weights_change(self) -> None:
         """Keep and load nothing from now on: pages in SGLang's memory may be of the old weights or of the new ones."""
         self._turn_off("SGLang changes its weights; it needs a restart with the new ones (docs/sglang.md)")
-        for store in self._open_stores():
-            store.stop_saves()
+        with contextlib.ExitStack() as all_stopped:
+            for store in self._open_stores():
+                all_stopped.callback(store.stop_saves)
+
+    def _report(self, method: str, error: Exception) -> None:
+        """Log the first error of its kind that was caught in a method; with its traceback, unless it is one of the
+        errors that the engine has for failures outside it."""
+        self._log_once(
+            logging.ERROR,
+            (method, type(error)),
+            "undercroft: caught %s in %s: %s. SGLang goes on as after a miss. Further errors of this kind are not "
+            "logged.",
+            type(error).__name__,
+            method,
+            error,
+            error=None if isinstance(error, UndercroftError) else error,
+        )
 
     def _open_stores(self) -> list[PoolStore]:
         with self._lock:
@@ -148,6 +176,7 @@ class UndercroftHiCache(HiCacheStorage):
 
     # Pages of the KV pool
 
+    @fail_open(int)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages from the first key on can be loaded. ``extra_info.prefix_keys``: the keys before them."""
         return self._leading(keys, extra_info, time.monotonic() + _FIND_TIMEOUT_S)
@@ -161,11 +190,13 @@ class UndercroftHiCache(HiCacheStorage):
         # SGLang leaves out an empty prefix here.
         return list(getattr(extra_info, "prefix_keys", None) or ())
 
+    @fail_open_with(_none)
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Load pages into the KV pool. Returns for each whether it is there."""
         until = time.monotonic() + _TIMEOUT_S
         return self._move(PoolName.KV, keys, host_indices, extra_info, until, is_load=True)
 
+    @fail_open_with(_none)
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Keep pages of the KV pool. Returns for each whether it is kept."""
         until = time.monotonic() + _TIMEOUT_S
@@ -173,6 +204,7 @@ class UndercroftHiCache(HiCacheStorage):
 
     # Pages of several pools
 
+    @fail_open(lambda: PoolTransferResult(0, {}, []))
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
@@ -184,25 +216,30 @@ class UndercroftHiCache(HiCacheStorage):
         for transfer in pool_transfers or ():
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue  # It never limits the hit.
-            store, fitting = self._store(transfer.name), set()
-            if store is not None and store.pool.is_trailing:
-                held = store.held(keys[:found], until)
-                count = found
-                if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-                    count = max(1, len(transfer.keys or ()))
-                fitting = _ends(held, found, count)
-            elif store is not None:
-                fitting = set(range(1, store.leading(prefix, keys[:found], until) + 1))
+            fitting = self._fitting(transfer, prefix, keys[:found], until)
             if fitting:
                 hits[transfer.name] = max(fitting)
             restorable &= fitting
         pages = sorted(restorable)
         return PoolTransferResult(pages[-1] if pages else 0, hits, pages)
 
+    def _fitting(self, transfer: Any, prefix: list[str], keys: list[str], until: float) -> set[int]:
+        """The numbers of leading pages for which a pool has what it needs."""
+        store = self._store(transfer.name)
+        if store is None:
+            return set()
+        if not store.pool.is_trailing:
+            return {*range(1, store.leading(prefix, keys, until) + 1)}
+        is_last_only = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+        count = max(1, len(transfer.keys or ())) if is_last_only else len(keys)
+        return _ends(store.held(keys, until), len(keys), count)
+
+    @fail_open_with(_none_of_several)
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Load pages into other pools."""
         return self._move_several(transfers, extra_info, is_load=True)
 
+    @fail_open_with(_none_of_several)
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Keep pages of other pools."""
         return self._move_several(transfers, extra_info, is_load=False)
@@ -259,29 +296,37 @@ class UndercroftHiCache(HiCacheStorage):
 
     # The rest of the interface
 
+    @fail_open(nothing)
     def clear(self) -> None:
         """Drop everything of this model, at the latest after some seconds."""
         until = time.monotonic() + _RESET_TIMEOUT_S
-        are_durable = [store.reset(until) for store in self._open_stores()]
+        are_durable = [self._clear_pool(store, until) for store in self._open_stores()]
         if not all(are_durable):
             logger.warning(
                 "undercroft: not all pages are cleared durably yet, and a restart may find some of them. Until then "
                 "pages are kept for this process only."
             )
 
+    @fail_open(bool)
+    def _clear_pool(self, store: PoolStore, until: float) -> bool:
+        return store.reset(until)
+
+    @fail_open(nothing)
     def get_stats(self) -> Any:
         """The loads and saves since the last call, as SGLang's ``StorageMetrics``."""
         return self._stats.take()
 
+    @fail_open(nothing)
     def close(self) -> None:
         """Finish writes in flight (bounded), and release directories and memory. Idempotent."""
         with self._lock:
             stores, self._stores = list(self._stores.values()), {}
             engine, self._engine = self._engine, None
-        for store in stores:
-            store.cache.close()
-        if engine is not None:
-            engine.close()
+        with contextlib.ExitStack() as all_closed:
+            if engine is not None:
+                all_closed.callback(engine.close)
+            for store in stores:
+                all_closed.callback(store.cache.close)
 
     # SGLang calls these with other interfaces only.
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from typing import Any
+
+from undercroft.log import LogOnce
 
 _MODULE, _CLASS = "sglang.srt.mem_cache.unified_radix_cache", "UnifiedRadixCache"
 _METHOD = "get_prefix_hash_values"
 """Only prefetches call it: saves take the ancestors' pages from the tree's core, and pass those of the node as keys."""
+_log_once = LogOnce()
 
 
 def complete() -> str | None:
@@ -29,8 +33,13 @@ def complete() -> str | None:
     @functools.wraps(ancestors)
     def and_own(self: Any, node_id: Any) -> list[str]:
         found: list[str] = ancestors(self, node_id)
-        own: list[str] = self.tree_core.get_hash_values(node_id)
-        return found if found[-1:] == own[-1:] else [*found, *own]
+        try:
+            own: list[str] = self.tree_core.get_hash_values(node_id)
+            return found if found[-1:] == own[-1:] else [*found, *own]
+        except Exception as error:
+            message = "undercroft: SGLang's radix tree has not said which pages it has, so they are not completed: %s"
+            _log_once(logging.ERROR, type(error), message, error, error=error)
+            return found
 
     and_own.is_undercroft = True  # type: ignore[attr-defined]
     setattr(tree, _METHOD, and_own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -15,7 +16,6 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from undercroft import capacity, compat, vllm_patches
-from undercroft.connector.fail_open import fail_open, nothing
 from undercroft.connector.groups import why_prefixes_are_not_reusable, why_ranks_are_apart
 from undercroft.connector.kv_origin import KvOrigin
 from undercroft.connector.observe.stats import EngineStats
@@ -24,6 +24,7 @@ from undercroft.connector.scheduler.shareable import Shareable
 from undercroft.embed import Blocks, Cache, Job
 from undercroft.engine import open_engine, start_line, whose
 from undercroft.errors import ConfigError
+from undercroft.fail_open import fail_open, nothing
 from undercroft.identity import start as identity
 from undercroft.identity.adapters import ADAPTERS
 from undercroft.identity.namespace import Naming, random_seed
@@ -308,6 +309,7 @@ class UndercroftTier(SecondaryTierManager):
         if self._prompts is not None:
             self._prompts.finished(req_context.req_id)
 
+    @fail_open(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether a chunk can be loaded. "Later" while its bytes are read."""
         # vLLM asks for each chunk of a prompt, so this does little but at the first one of a step.
@@ -422,6 +424,7 @@ class UndercroftTier(SecondaryTierManager):
         has_events = self._events is not None and self._events.more
         return bool(self._jobs or self._ended or self._lacking or has_events)
 
+    @fail_open(nothing)
     def drain_jobs(self) -> None:
         """Wait for the copies that run, and give up saves that wait for memory."""
         if self._cache is not None:
@@ -497,9 +500,11 @@ class UndercroftTier(SecondaryTierManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Nothing: a lookup counts as a use."""
 
+    @fail_open(nothing)
     def shutdown(self) -> None:
         """End the copies, finish the writes in flight (bounded) and release directories and memory."""
-        if self._stats is not None:
-            self._stats.close()
-        if self._cache is not None:
-            self._cache.close()
+        with contextlib.ExitStack() as all_closed:
+            if self._cache is not None:
+                all_closed.callback(self._cache.close)
+            if self._stats is not None:
+                all_closed.callback(self._stats.close)

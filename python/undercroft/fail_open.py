@@ -1,4 +1,4 @@
-"""Methods that vLLM calls, and that let no error out."""
+"""Methods that an engine calls, and that let no error out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ class _Reports(Protocol):
 
 def fail_open(default: Callable[[], Any]) -> Callable[[_Hook], _Hook]:
     """Wrap a hook: an error goes to the object's ``_report``, and the hook returns ``default()``, which is safe for
-    vLLM."""
+    the engine."""
+    return fail_open_with(lambda *_, **__: default())
+
+
+def fail_open_with(answer: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
+    """Like `fail_open`, for a safe answer that depends on the hook's arguments."""
 
     def wrap(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
@@ -24,7 +29,7 @@ def fail_open(default: Callable[[], Any]) -> Callable[[_Hook], _Hook]:
                 return hook(self, *args, **kwargs)
             except Exception as error:
                 self._report(hook.__name__, error)
-                return default()
+                return answer(*args, **kwargs)
 
         return cast("_Hook", guarded)
 
