@@ -15,9 +15,10 @@ from host_pools import page_hashes
 from undercroft.sglang_hicache import backend
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A group of one rank."""
+    """A group of one rank. SGLang has arguments meanwhile, which are a part of the identity of pages: tests of other
+    modules compare theirs with those of processes without arguments."""
     place = tmp_path_factory.mktemp("gloo") / "group"
     torch.distributed.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
     with (
