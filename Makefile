@@ -259,6 +259,11 @@ KILLS ?= 200
 soak-tier: build  ## Kill engines with undercroft as a tier of vLLM's offloading KILLS times under load; compare every answer
 	KILLS=$(KILLS) SOAK_SEED=$(SOAK_SEED) $(BIN)/python -m pytest -q -s -n 0 tests/vllm/test_vllm_tier_kills.py
 
+.PHONY: soak-sglang
+soak-sglang: build  ## Kill processes with the back end of SGLang's HiCache KILLS times under load; compare every page
+	PYTHONPATH="$$($(BIN)/python tools/sglang_packages.py)" KILLS=$(KILLS) SOAK_SEED=$(SOAK_SEED) \
+	  $(BIN)/python -m pytest -q -s -n 0 tests/sglang/hicache/test_kills.py
+
 # Routers from elsewhere, in an environment of their own.
 ROUTER_VENV := .venv-router
 
