@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import subprocess
 import sys
@@ -100,6 +101,33 @@ def test_a_save_whose_beginning_the_cache_lacks_says_which_blocks() -> None:
         again = cache.load(keys(3, 10), [pool.blocks(0, 10, row=20)])
         assert again.complete
         assert (pool.rows[20:30] == pool.rows[:10]).all()
+
+
+@pytest.mark.parametrize("left", [0, 1], ids=["all of it", "its end"])
+def test_a_piece_whose_prefix_is_evicted_is_refused(left: int) -> None:
+    with opened({}) as cache:
+        pool = Pool(cache, rows=1024)
+        wanted = content(8, 600)
+        pool.rows[:600] = wanted
+        chain, others = keys(8, 600), itertools.count(100)
+        assert cache.save(chain[:512], [pool.blocks(0, 512)]).complete
+        while cache.exists(chain) > left * 500 * TOKENS:
+            # Blocks go out from the end of a prefix on.
+            assert cache.save(keys(next(others), 64), [pool.blocks(0, 64, row=900)]).complete
+        held = cache.exists(chain) // TOKENS
+        assert (held > 0) == left
+        piece = cache.save(chain, [pool.blocks(512, 88, row=512)])
+        assert (piece.complete, piece.done) == (False, {})
+        assert piece.lacks[0] >= {511}
+        assert cache.exists(chain) // TOKENS <= held, "nothing of the piece is kept below what is gone"
+        pool.rows[:600] = 0
+        got = cache.load(chain, [pool.blocks(0, 600)]).done.get(0, frozenset())
+        assert not any((pool.rows[number] != wanted[number]).any() for number in got)
+        pool.rows[:600] = wanted
+        assert cache.save(chain, [pool.blocks(0, 600)]).complete
+        pool.rows[:600] = 0
+        assert cache.load(chain, [pool.blocks(0, 600)]).complete
+        assert (pool.rows[:600] == wanted).all()
 
 
 def test_several_chains_are_saved_and_asked_for_together() -> None:
