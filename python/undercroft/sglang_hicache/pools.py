@@ -55,6 +55,7 @@ class Pool:
             "layer_num",
             "head_num",
             "head_dim",
+            "head_group_num",
             "storage_format_tag",
             "kv_lora_rank",
             "qk_rope_head_dim",

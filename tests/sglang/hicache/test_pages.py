@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from host_pools import PAGE, PAGES, POOLS, after, content, fill, indices, keys, mha, opened, storage_config, wipe, wrong
@@ -142,9 +143,8 @@ def test_an_empty_prefix_that_sglang_leaves_out_is_an_empty_prefix(tmp_path: Pat
 
 
 def test_a_pool_whose_memory_cannot_be_used_ends_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    nothing = SimpleNamespace(
-        page_size=PAGE, get_page_buffer_meta=lambda _: None, get_data_page=lambda *_, **__: torch.empty(0)
-    )
+    # The first pool of DeepSeek V4.
+    nothing = LogicalHostPool(PAGES * PAGE, PAGE)
     pool, chain = mha(), keys("a", 4)
     for first, second in ((nothing, pool), (pool, nothing)):
         store = opened(tmp_path, first)

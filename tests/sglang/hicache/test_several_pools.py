@@ -147,6 +147,26 @@ def test_all_pools_lie_on_a_server(tmp_path: Path) -> None:
         one.store.close()
 
 
+def test_another_host_finds_no_window_in_the_remote_store(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir(mode=0o700)
+    pool, window, chain = mha(heads=32), mha(heads=32), keys("a", 64)
+    remote = {"remote": f"file://{tmp_path / 'store'}", "remote_object": "1MiB"}
+    one, other = (opened(tmp_path / name, pool, **remote) for name in ("one", "two"))
+    transfer = PoolTransfer(PoolName.SWA, fill(window, range(64), chain), keys=chain, hit_policy=TRAILING)
+    for store in (one, other):
+        store.register_mem_host_pool_v2(window, PoolName.SWA)
+    assert one.batch_set_v2([transfer], after()) == {PoolName.SWA: [True] * 64}
+    assert one.batch_set_v1(chain, fill(pool, range(64), chain), after()) == [True] * 64
+    end = time.monotonic() + 60
+    while other.batch_exists(chain, after()) < len(chain):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert one.batch_exists_v2(chain, [transfer], after()).kv_hit_pages == 64
+    assert other.batch_exists_v2(chain, [transfer], after()).kv_hit_pages == 0, "so SGLang computes the prompt"
+    other.close()
+    one.close()
+
+
 def test_a_pool_that_was_never_registered_has_nothing(tmp_path: Path) -> None:
     one = Hybrid(tmp_path)
     one.keep(PoolName.KV, CHAIN, [])
