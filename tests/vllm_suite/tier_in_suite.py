@@ -106,8 +106,7 @@ class TierInSuite(UndercroftTier):
 
     @property
     def completed_jobs(self) -> list[JobResult]:
-        assert self._cache is not None
-        self._ended += [self._result(job) for job in self._cache.poll()]
+        self._ended = list(self.get_finished_jobs())
         return self._ended
 
     @property
