@@ -48,15 +48,16 @@ def stats(running: Engine) -> dict[str, Any]:
     return tier_of(running)._cache.stats()
 
 
-def settled(running: Engine) -> None:
-    """Let all copies and writes end, check that nothing is held, and empty the device's own cache."""
+def settled(running: Engine, *, writes: bool = True) -> None:
+    """Let all copies end, and all ``writes`` if the disk takes any. Check that nothing is held, and empty the device's
+    own cache."""
     running.idle_steps()
     tier = tier_of(running)
     assert not tier.has_pending_work()
     assert running.device_blocks_in_use() == 0
     found = stats(running)
     assert (found["loads"], found["saves"], found["active_lookups"]) == (0, 0, 0)
-    assert tier._cache.engine.flush(30.0)
+    assert not writes or tier._cache.engine.flush(30.0)
     assert running.reset_device_cache()
 
 
