@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from real_engine import Engine, prompt, set_environment
 
 BLOCK = 32
 TIERS = ("undercroft", "fs")
+SPARE_MIB = 512
+"""Free space beside the chunks: the model, and what a filesystem needs for itself."""
 CONVERSATIONS, TURNS, NEW, ANSWER = 8, 4, 384, 8
 ROWS = {
     "save_s": "computing and saving all prompts, until they are on disk (s)",
@@ -55,7 +58,7 @@ def model(root: Path) -> Path:
     return make_llama(root / "model", shape)
 
 
-def options(tier: str, directory: Path, rows: int, *, planned: bool) -> dict[str, Any]:
+def options(tier: str, directory: Path, rows: int, capacity: int, *, planned: bool) -> dict[str, Any]:
     """Of vLLM's offloading connector with one tier."""
     entry: dict[str, Any] = {"type": "fs", "root_dir": str(directory)}
     if tier == "undercroft":
@@ -63,7 +66,7 @@ def options(tier: str, directory: Path, rows: int, *, planned: bool) -> dict[str
             "type": "UndercroftTier",
             "module_path": "undercroft.vllm_tier",
             "disk_path": str(directory),
-            "disk_capacity": "2GiB",
+            "disk_capacity": str(capacity),
         }
         entry |= {} if planned else {"promotion_wait": "complete"}
     return {
@@ -141,7 +144,13 @@ def rest(one: Engine) -> None:
     one.idle_steps()
     [tier] = one.connector.connector_scheduler.manager.secondary_tiers
     if hasattr(tier, "_cache"):
-        tier._cache.engine.flush(60.0)
+        if not tier._cache.engine.flush(60.0):
+            raise RuntimeError("undercroft has not written everything within a minute")
+        [disk] = tier._cache.engine.info()["disks"]
+        if disk["health"] != "good" or not disk["o_direct"]:
+            raise RuntimeError(f"undercroft's disk: health {disk['health']}, O_DIRECT {disk['o_direct']}")
+    elif not tier._use_o_direct:
+        raise RuntimeError("vLLM's file tier uses no O_DIRECT")
     one.reset_device_cache()
 
 
@@ -155,6 +164,24 @@ def forget_pages(directory: Path) -> None:
             os.close(descriptor)
 
 
+def check_disk(directory: Path, prompts: int, tokens: int) -> None:
+    """Exit unless the directory is on a disk that both tiers use with O_DIRECT, with room for one of them."""
+    from undercroft.cli.doctor.system import device, direct_io
+
+    for found in (direct_io(directory), *device(directory)):
+        if found.status != "ok":
+            sys.exit(f"error: {found.found}. Name a directory on a local disk with --directory.")
+    free, needed = shutil.disk_usage(directory).free >> 20, (capacity(prompts, tokens) >> 20) + SPARE_MIB
+    if free < needed:
+        sys.exit(f"error: {directory} has {free} MiB free, {needed} are needed. Name a directory with --directory.")
+
+
+def capacity(prompts: int, tokens: int) -> int:
+    """Bytes of disk for all chunks of a round, and half as much again."""
+    chunks = prompts * (tokens // BLOCK) + CONVERSATIONS * (TURNS * NEW // BLOCK)
+    return (chunks + chunks // 2) << 20
+
+
 def processor_s() -> float:
     """Processor time of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -164,12 +191,12 @@ def processor_s() -> float:
 def measure(tier: str, root: Path, directory: Path, prompts: int, tokens: int) -> dict[str, Any]:
     """One round of one tier."""
     set_environment()
-    llama, rows = model(root), prompts * (tokens // BLOCK) + 16
+    llama, rows, room = model(root), prompts * (tokens // BLOCK) + 16, capacity(prompts, tokens)
     settings = {"max_model_len": tokens + 1024, "blocks": 2 * rows, "max_num_seqs": 8}
     asked = [prompt(tokens + 1, seed=200 + number) for number in range(prompts)]
     found: dict[str, Any] = {"answers": []}
 
-    with started(llama, options(tier, directory, rows, planned=False), **settings) as one:
+    with started(llama, options(tier, directory, rows, room, planned=False), **settings) as one:
         begin, cpu = time.perf_counter(), processor_s()
         found["answers"] += [one.generate(ids, 2).tokens for ids in asked]
         rest(one)
@@ -179,7 +206,7 @@ def measure(tier: str, root: Path, directory: Path, prompts: int, tokens: int) -
     half = prompts // 2
     forget_pages(directory)
     times = Times(tier)
-    with started(llama, options(tier, directory, rows, planned=False), **settings) as one:
+    with started(llama, options(tier, directory, rows, room, planned=False), **settings) as one:
         first, reads, cached = [], [], 0
         times.lookups = times.calls = 0.0
         for ids in asked[:half]:
@@ -189,6 +216,8 @@ def measure(tier: str, root: Path, directory: Path, prompts: int, tokens: int) -
             reads.append((times.loaded_at - begin) / ((times.loaded - loaded) / 1024 or 1e-9))
             cached += answer.cached
             rest(one)
+        if cached < half * tokens:
+            raise RuntimeError(f"{half} prompts of {tokens} tokens hit {cached} tokens: not all came from disk")
         found["lookup_us"], found["calls_us"] = 1e6 * times.lookups / half, 1e6 * times.calls / half
         found["first_token_ms"] = 1e3 * statistics.median(first)
         found["read_s_per_gib"] = statistics.median(reads)
@@ -201,7 +230,7 @@ def measure(tier: str, root: Path, directory: Path, prompts: int, tokens: int) -
     found["planned_first_token_ms"] = found["first_token_ms"]
     if tier == "undercroft":
         forget_pages(directory)
-        with started(llama, options(tier, directory, rows, planned=True), **settings) as one:
+        with started(llama, options(tier, directory, rows, room, planned=True), **settings) as one:
             first, cached = [], 0
             for ids in asked[:half]:
                 begin = time.perf_counter()
@@ -213,7 +242,7 @@ def measure(tier: str, root: Path, directory: Path, prompts: int, tokens: int) -
 
     longest = TURNS * NEW // BLOCK
     settings |= {"blocks": 4 * longest + 8, "max_num_seqs": 4}
-    with started(llama, options(tier, directory, CONVERSATIONS * longest // 4, planned=True), **settings) as one:
+    with started(llama, options(tier, directory, CONVERSATIONS * longest // 4, room, planned=True), **settings) as one:
         texts = [prompt(NEW, seed=400 + number) for number in range(CONVERSATIONS)]
         begin, cached = time.perf_counter(), 0
         for turn in range(TURNS):
@@ -251,6 +280,7 @@ def main() -> None:
         found = measure(arguments.one, arguments.model, arguments.directory, arguments.prompts, arguments.tokens)
         print(json.dumps(found))
         return
+    check_disk(arguments.directory or Path(tempfile.gettempdir()), arguments.prompts, arguments.tokens)
     results: dict[str, list[dict[str, Any]]] = {tier: [] for tier in TIERS}
     with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
         for number in range(arguments.rounds):
