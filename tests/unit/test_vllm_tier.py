@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import random
 import subprocess
 import sys
 from collections import deque
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
@@ -154,6 +156,33 @@ def test_a_key_that_is_not_the_prompts_is_no_block() -> None:
     assert made.place(key(0, 5), 80, hashes) is None, "the prompt has no such hash yet"
 
 
+def test_chunks_of_a_job_have_the_places_that_each_has_alone() -> None:
+    """However the groups lie among each other, and whichever of them are missing."""
+    hashes = [number.to_bytes(32, "big") for number in range(1, 17)]
+    for made in (
+        chunks([full(), window(40), state(32)]),
+        chunks([full(16), window(100, 32)]),
+        chunks([full()], per_chunk=4),
+    ):
+        whole = [(key(group, end // HASH), end) for group in range(4) for end in range(HASH, 18 * HASH, HASH)]
+        foreign = [(key(0, 99), HASH), (key(0, 3), None), (key(0, 3), HASH)]
+        found: list[Place] = []
+        for seed in range(40):
+            chance = random.Random(seed)
+            asked = whole[chance.randrange(9) :: chance.choice([1, 1, 2])]
+            for one in chance.sample(foreign, chance.randrange(4)):
+                asked.insert(chance.randrange(len(asked)), one)
+            if seed % 4 == 3:
+                chance.shuffle(asked)
+            # One key has one end.
+            ends = dict(asked)
+            context: Any = SimpleNamespace(get_offload_key_position=ends.get)
+            alone = [made.place(one, end, hashes) for one, end in ends.items()]
+            found += [one for one in alone if one is not None]
+            assert made.places(list(ends), context, hashes) == alone
+        assert len(found) > 100
+
+
 def test_groups_that_are_not_offloaded_are_left_out() -> None:
     made = chunks([state(), full(), state()], offloaded=[1, 2])
     assert [group.kind for group in made.registration()] == ["full", "state"]
@@ -171,10 +200,10 @@ def test_a_hit_is_no_longer_than_vllms_memory() -> None:
 
 def test_rows_are_blocks_in_ascending_order() -> None:
     places = [Place(0, 3, 64), Place(1, 7, 128), Place(0, 1, 32)]
-    [first, second] = Chunks.blocks(places, [100, 200, 300])
+    [first, second] = Chunks.blocks(places, np.array([100, 200, 300]))
     assert (first.group, first.numbers.tolist(), first.addresses.tolist()) == (0, [1, 3], [300, 100])
     assert (second.group, second.numbers.tolist(), second.addresses.tolist()) == (1, [7], [200])
-    assert Chunks.blocks([], []) == []
+    assert Chunks.blocks([], np.array([])) == []
 
 
 def test_a_group_that_is_not_known_turns_the_tier_off() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from undercroft import compat
 from undercroft.connector.groups import EngineGroup, Groups
@@ -130,6 +131,26 @@ class Chunks:
         place = self.at(engine_group, number)
         return place if self.key(place, block_hashes) == key else None
 
+    def places(self, keys: Sequence[bytes], context: ReqContext, block_hashes: Sequence[bytes]) -> list[Place | None]:
+        """`place` of several chunks of a prompt. vLLM names a group's chunks one after the other, so that most keys
+        need no more than a comparison with the next hash."""
+        found: list[Place | None] = []
+        while len(found) < len(keys):
+            key = keys[len(found)]
+            place = self.place(key, context.get_offload_key_position(key), block_hashes)
+            found.append(place)
+            suffix = key[-GROUP_BYTES:]
+            if place is None or len(self._keyed[suffix].engine_groups) > 1:
+                continue
+            step = self._keyed[suffix].tokens // self.groups.hash_block_size
+            first, at = len(found), place.end // self.groups.hash_block_size - 1 + step
+            end = first
+            while end < len(keys) and at < len(block_hashes) and keys[end] == block_hashes[at] + suffix:
+                end, at = end + 1, at + step
+            last = self.at(place.engine_group, place.number + end - first)
+            found += self._places[place.engine_group][place.number + 1 : last.number + 1]
+        return found
+
     def served(
         self, context: ReqContext, block_hashes: Sequence[bytes], begin: int, boundary: int
     ) -> dict[bytes, Place]:
@@ -146,18 +167,16 @@ class Chunks:
         return found
 
     @staticmethod
-    def blocks(places: Iterable[Place], addresses: Iterable[int]) -> list[Blocks]:
+    def blocks(places: Collection[Place], addresses: npt.NDArray[np.int64]) -> list[Blocks]:
         """Rows with their blocks, for the cache."""
-        found: dict[int, tuple[list[int], list[int]]] = {}
-        for place, address in zip(places, addresses, strict=True):
-            numbers, at = found.setdefault(place.engine_group, ([], []))
-            numbers.append(place.number)
-            at.append(address)
+        if not places:
+            return []
+        groups, numbers, _ = (np.array(values) for values in zip(*places, strict=True))
         made = []
-        for group, rows in found.items():
-            of_numbers, of_addresses = np.asarray(rows, np.int64)
-            order = of_numbers.argsort()
-            made.append(Blocks(group, of_numbers[order], of_addresses[order]))
+        for group in dict.fromkeys(groups.tolist()):
+            (own,) = (groups == group).nonzero()
+            own = own[numbers[own].argsort()]
+            made.append(Blocks(group, numbers[own], addresses[own]))
         return made
 
 

@@ -360,13 +360,11 @@ class UndercroftTier(SecondaryTierManager):
                 self._ended.append(JobResult(job.job_id, False))
                 return
             most = _BEYOND if job.is_promotion else self._shareable.tokens(prompt.request)
-            end_of, hashes = job.req_context.get_offload_key_position, prompt.request.block_hashes
-            known, places, addresses = prompt.served, {}, []
-            for key, row in zip(job.keys, job.chunk_ids.tolist(), strict=True):
-                place = known.get(key) or self._chunks.place(key, end_of(key), hashes)
-                if place is not None and place.end <= most:
-                    places[key] = place
-                    addresses.append(self._region[0] + row * self.block_size_bytes)
+            keys, addresses = list(job.keys), self._region[0] + job.chunk_ids.astype(np.int64) * self.block_size_bytes
+            found = self._chunks.places(keys, job.req_context, prompt.request.block_hashes)
+            places = {key: one for key, one in zip(keys, found, strict=True) if one is not None and one.end <= most}
+            if len(places) < len(keys):
+                addresses = addresses[[key in places for key in keys]]
             begun = begin(prompt, Chunks.blocks(places.values(), addresses))
             self._jobs[id(begun)] = _Begun(job, begun, prompt, places)
         except Exception as error:
