@@ -1,7 +1,9 @@
-"""KV events of undercroft as a tier of vLLM's offloading: a router that follows them knows what the disk has."""
+"""KV events of undercroft as a tier of vLLM's offloading: a router that follows them knows what the disk and the remote
+store have."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ class Router:
 
     def __init__(self) -> None:
         self.on_disk: set[tuple[int, int]] = set()
+        self.in_store: set[tuple[int, int]] = set()
+        """The remote store."""
         self.tokens: dict[int, list[int]] = {}
         self.cleared = 0
 
@@ -32,17 +36,19 @@ class Router:
             kind = type(event).__name__
             if kind == "AllBlocksCleared":
                 self.on_disk.clear()
+                self.in_store.clear()
                 self.cleared += 1
             elif event.medium == "STORAGE":
-                assert (event.locality, event.ownership) == ("LOCAL", None)
+                assert event.ownership is None
+                known = {"LOCAL": self.on_disk, "REMOTE": self.in_store}[event.locality]
                 told = {(block, event.group_idx) for block in event.block_hashes}
                 if kind == "BlockStored":
-                    assert not told & self.on_disk, "told twice"
-                    self.on_disk |= told
+                    assert not told & known, "told twice"
+                    known |= told
                     self.tokens[event.block_hashes[-1]] = list(event.token_ids)
                 else:
-                    assert told <= self.on_disk, "removed, and never told"
-                    self.on_disk -= told
+                    assert told <= known, "removed, and never told"
+                    known -= told
 
     def shutdown(self) -> None:
         """As vLLM's publisher."""
@@ -107,6 +113,38 @@ def test_a_router_knows_what_the_disk_has(engine: Make, llama: Path, tmp_path: P
     second.generate(prompt(5), 1)
     second.idle_steps()
     assert router.on_disk == set()
+
+
+def test_a_router_knows_what_is_in_the_remote_store(engine: Make, llama: Path, tmp_path: Path) -> None:
+    remote = {"remote": f"file://{tmp_path}/remote", "remote_object": "1MiB"}
+    one, router = routed(engine, llama, extra_config(tmp_path / "cache", **remote))
+    ids = prompt(8 * BLOCK + 1)
+    answer = one.generate(ids, 4)
+    settled(one)
+    deadline = time.monotonic() + 60
+    while stats(one)["remote_put_queue_segments"] or not stats(one)["remote_puts"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    one.generate(prompt(5), 1)
+    one.idle_steps()
+    written = set(router.in_store)
+    assert len(written) == 8
+    assert router.on_disk == written
+    one.close()
+
+    # Another host: no disk, and nothing told until it has asked the store.
+    second, router = routed(engine, llama, extra_config(None, **remote))
+    assert router.in_store == set()
+    again = second.generate(ids, 4)
+    assert (again.cached, again.tokens) == (8 * BLOCK, answer.tokens)
+    settled(second)
+    second.generate(prompt(5), 1)
+    second.idle_steps()
+    assert (router.in_store, router.on_disk) == (written, set())
+    assert second.reset_device_cache(connector=True)
+    second.generate(prompt(5), 1)
+    second.idle_steps()
+    assert router.in_store == set()
 
 
 def test_nothing_is_recorded_if_vllm_publishes_no_events(engine: Make, llama: Path, tmp_path: Path) -> None:
