@@ -6,10 +6,12 @@ import dataclasses
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -457,6 +459,13 @@ def test_each_option_has_an_effect_or_is_refused_by_name(name: str, monkeypatch:
     monkeypatch.setenv(option.env, "1")
     with pytest.raises(ConfigError, match=f"{option.env} = '1' has no effect with secondary_tiers"):
         options.parse(ENTRY)
+
+
+def test_the_document_names_each_option_that_is_refused() -> None:
+    text = (Path(__file__).parents[2] / "docs/vllm-tier.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| `") and "| refused" in line]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.rpartition("| refused")[0])}
+    assert named == set(options._REFUSED)
 
 
 def test_chunks_pass_through_a_small_memory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
