@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
@@ -202,10 +201,10 @@ def test_a_hit_is_no_longer_than_vllms_memory() -> None:
 
 def test_rows_are_blocks_in_ascending_order() -> None:
     places = [Place(0, 3, 64), Place(1, 7, 128), Place(0, 1, 32)]
-    [first, second] = Chunks.blocks(places, np.array([100, 200, 300]))
+    [first, second] = Chunks.blocks(places, [100, 200, 300])
     assert (first.group, first.numbers.tolist(), first.addresses.tolist()) == (0, [1, 3], [300, 100])
     assert (second.group, second.numbers.tolist(), second.addresses.tolist()) == (1, [7], [200])
-    assert Chunks.blocks([], np.array([])) == []
+    assert Chunks.blocks([], []) == []
 
 
 def test_a_group_that_is_not_known_turns_the_tier_off() -> None:

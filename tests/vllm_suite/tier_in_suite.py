@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
@@ -134,7 +133,7 @@ class Stored:
         place = tier._chunks.place(key, context.get_offload_key_position(key), tier._hashes)
         assert place is not None
         assert tier._cache is not None
-        assert tier._cache.save(tier._hashes, Chunks.blocks([place], np.array([tier._region[0]]))).complete
+        assert tier._cache.save(tier._hashes, Chunks.blocks([place], [tier._region[0]])).complete
 
 
 @functools.cache

@@ -391,17 +391,17 @@ class Cache:
                 if not job.is_load and len(numbers):
                     lacking[extent.group] = lacking.get(extent.group, frozenset()).union(numbers.tolist())
                 continue
-            at = own.numbers.searchsorted(numbers)
-            at[at == len(own.numbers)] = 0
-            is_own = own.numbers[at] == numbers
-            if not is_own.all():
-                if not job.is_load:
+            addresses, parts = own.addresses, self._parts[extent.group]
+            if len(numbers) != len(own.numbers) or not (numbers == own.numbers).all():
+                at = own.numbers.searchsorted(numbers)
+                at[at == len(own.numbers)] = 0
+                is_own = own.numbers[at] == numbers
+                if not (is_own.all() or job.is_load):
                     lacking[extent.group] = lacking.get(extent.group, frozenset()).union(numbers[~is_own].tolist())
-                used, numbers, at = used[is_own], numbers[is_own], at[is_own]
-            parts = self._parts[extent.group]
-            found[0].append(own.addresses[at].reshape(-1))
+                used, numbers, addresses = used[is_own], numbers[is_own], addresses[at[is_own]]
+            found[0].append(addresses.reshape(-1))
             found[1].append((offsets[used][:, None] + (parts.cumsum() - parts)).reshape(-1))
-            found[2].append(np.broadcast_to(parts, (len(used), len(parts))).reshape(-1))
+            found[2].append((np.zeros((len(used), 1), np.int64) + parts).reshape(-1))
             job._piece.setdefault(extent.group, []).extend(numbers.tolist())
         if lacking:
             # Nothing after the first block that is lacking can be saved.

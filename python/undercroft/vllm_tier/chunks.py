@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from undercroft import compat
 from undercroft.connector.groups import EngineGroup, Groups
@@ -167,16 +166,17 @@ class Chunks:
         return found
 
     @staticmethod
-    def blocks(places: Collection[Place], addresses: npt.NDArray[np.int64]) -> list[Blocks]:
+    def blocks(places: Iterable[Place], addresses: Iterable[int]) -> list[Blocks]:
         """Rows with their blocks, for the cache."""
-        if not places:
-            return []
-        groups, numbers, _ = (np.array(values) for values in zip(*places, strict=True))
+        # Few calls of NumPy: between steps of a model each costs more than a turn of this loop.
+        rows: dict[int, dict[int, int]] = {}
+        for place, address in zip(places, addresses, strict=True):
+            rows.setdefault(place.engine_group, {})[place.number] = address
         made = []
-        for group in dict.fromkeys(groups.tolist()):
-            (own,) = (groups == group).nonzero()
-            own = own[numbers[own].argsort()]
-            made.append(Blocks(group, numbers[own], addresses[own]))
+        for group, of_numbers in rows.items():
+            numbers = sorted(of_numbers)
+            at = [of_numbers[number] for number in numbers]
+            made.append(Blocks(group, np.array(numbers, np.int64), np.array(at, np.int64)))
         return made
 
 

@@ -360,11 +360,12 @@ class UndercroftTier(SecondaryTierManager):
                 self._ended.append(JobResult(job.job_id, False))
                 return
             most = _BEYOND if job.is_promotion else self._shareable.tokens(prompt.request)
-            keys, addresses = list(job.keys), self._region[0] + job.chunk_ids.astype(np.int64) * self.block_size_bytes
+            keys, base, size, places, addresses = list(job.keys), self._region[0], self.block_size_bytes, {}, []
             found = self._chunks.places(keys, job.req_context, prompt.request.block_hashes)
-            places = {key: one for key, one in zip(keys, found, strict=True) if one is not None and one.end <= most}
-            if len(places) < len(keys):
-                addresses = addresses[[key in places for key in keys]]
+            for key, place, row in zip(keys, found, job.chunk_ids.tolist(), strict=True):
+                if place is not None and place.end <= most:
+                    places[key] = place
+                    addresses.append(base + row * size)
             begun = begin(prompt, Chunks.blocks(places.values(), addresses))
             self._jobs[id(begun)] = _Begun(job, begun, prompt, places)
         except Exception as error:
