@@ -216,6 +216,11 @@ def why_unsupported(kv_cache_config: KVCacheConfig, offloaded: Collection[int]) 
         if compat.group_kind(spec) is None:
             names = ", ".join(sorted({type(inner).__name__ for inner in compat.layer_specs(spec)}))
             return f"KV cache group {index} is {names}, which is not known here: the needs of a hit are unknown"
+    kinds = {compat.group_kind(kv_cache_config.kv_cache_groups[index].kv_cache_spec) for index in offloaded}
+    if "state" in kinds and any(kv_cache_config.kv_cache_groups[index].is_eagle_group for index in offloaded):
+        # vLLM leaves out the last chunk of the draft's group, and asks for a state before the one of the hit. It would
+        # wait for reads, and compute everything all the same.
+        return "vLLM's offloading finds no state beside the layers of an EAGLE or MTP draft"
     return None
 
 
