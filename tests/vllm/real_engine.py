@@ -190,9 +190,9 @@ class Engine:
         Returns the steps that it took. More than ``limit`` is a failure: vLLM would spin for ever.
         """
         for step in range(limit):
-            if not self.scheduler.has_requests():
+            if not (self.scheduler.has_requests() or self.core.batch_queue):
                 return step
-            self.core.step()
+            self.core.step_fn()
         raise AssertionError(f"the connector still asks for steps after {limit} of them")
 
     def device_blocks_in_use(self) -> int:
