@@ -96,11 +96,11 @@ def make_llama_windows(directory: Path) -> Path:
     return _once(directory, write)
 
 
-def make_eagle(directory: Path) -> Path:
+def make_eagle(directory: Path, shape: Shape | None = None) -> Path:
     """An EAGLE draft of one layer for a Llama model. Hardly any of its drafts is right."""
 
     def write() -> None:
-        s = Shape(layers=1)
+        s = shape or Shape(layers=1)
         weights = _llama_weights(s).items()
         tensors = {name.removeprefix("model."): one for name, one in weights if name.startswith("model.layers.")}
         # The first layer of such a draft has none.
