@@ -30,6 +30,8 @@ _WAIT_MAX_S = 60.0
 """Longest time for which vLLM is told to ask again, as in undercroft's connector."""
 _WALK_S = 0.05
 """Time after which vLLM asks for each chunk of a waiting prompt again: its host memory may have them meanwhile."""
+_ASK_S = 0.0005
+"""Time after which the engine is asked about a waiting prompt again."""
 _FINAL = frozenset(
     (
         *("complete", "never_seen", "evicted_host", "evicted_disk"),
@@ -72,6 +74,8 @@ class Prompt:
     """Whether vLLM's host memory had room for all of them in this step."""
     known_end: int = _BEYOND
     """After so many tokens there are no blocks, as the last hit's answer said; until the prompt runs."""
+    ask_at: float = 0.0
+    """Time at which the engine may be asked again."""
     walked_at: float = 0.0
     """Time at which vLLM last asked for the prompt's chunks."""
     tries: int = 0
@@ -146,10 +150,12 @@ class Prompts:
 
     def is_later(self, prompt: Prompt) -> bool:
         """Whether the answer to each question of vLLM about a prompt's chunks is still "later", as it was before."""
-        if not prompt.is_pending or time.monotonic() - prompt.walked_at > _WALK_S:
+        now = time.monotonic()
+        if not prompt.is_pending or now - prompt.walked_at > _WALK_S:
             return False
-        if prompt.step != self.step:
-            prompt.step = self.step
+        # Without anything to compute, vLLM's steps follow each other at once.
+        if prompt.step != self.step and now >= prompt.ask_at:
+            prompt.step, prompt.ask_at = self.step, now + _ASK_S
             self._ask(prompt)
         return prompt.is_pending
 
