@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
 from vllm.v1.core.single_type_kv_cache_manager import KVCacheSpecRegistry
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
@@ -14,6 +15,8 @@ from vllm.v1.kv_offload.base import LookupResult
 from test_vllm_tier import HASH, HASHES, chunks, full, key, state, window
 from undercroft.vllm_tier.chunks import why_unsupported
 
+WINDOWS: Any = config if hasattr(config, "get_sliding_window_size_in_chunks") else offloading
+"""The module that has the function: `config` since vLLM 0.33."""
 TOKENS = 12 * HASH
 """Of the prompt, and another token."""
 
@@ -24,7 +27,7 @@ def group_config(index: int, spec: Any, is_draft: bool) -> Any:
         tokens_per_block=HASH,
         tokens_per_chunk=HASH,
         hashes_per_chunk=1,
-        sliding_window_size_in_chunks=offloading.get_sliding_window_size_in_chunks(spec, HASH),
+        sliding_window_size_in_chunks=WINDOWS.get_sliding_window_size_in_chunks(spec, HASH),
         kv_cache_spec=spec,
         manager_cls=KVCacheSpecRegistry.get_manager_class(spec),
         kv_event_group_spec=None,
