@@ -160,7 +160,7 @@ impl SharedEngine {
     ) -> R {
         let result = work(&mut state.engine);
         let progress = state.engine.end_entry();
-        let wake = state.waits && state.engine.wake() >= Due::Start;
+        let wake = state.waits && state.engine.needs_turn();
         state.waits &= !wake;
         drop(state);
         if progress {
@@ -313,7 +313,7 @@ impl EngineAccess for Driver {
                 if state.engine.end_entry() {
                     self.shared.progress.notify_all();
                 }
-                if state.waits && state.engine.wake() >= Due::Start {
+                if state.waits && state.engine.needs_turn() {
                     state.waits = false;
                     self.shared.waker.wake();
                 }

@@ -332,6 +332,7 @@ impl Engine {
     }
 
     /// Whether a sync can be started, now or after a pause.
+    #[inline]
     pub(super) fn has_syncs(&self) -> bool {
         self.residency.devices().any(|device| {
             let is_alive = self.residency.disks()[device.index()].health.is_alive();

@@ -129,6 +129,7 @@ impl Engine {
 
     /// Tells the listeners of the changes since the last call. Called at the end of each entry, and within entries that
     /// may change much.
+    #[inline]
     pub(super) fn tell_listeners(&mut self) {
         if self.residency.changes.is_empty() {
             return;
@@ -159,6 +160,7 @@ impl Engine {
 
     /// Ends an entry: the listeners are told of its changes. Returns whether a promotion has ended, or a directory's
     /// health has changed, since the last entry. If so, the caller should look waiting requests up again.
+    #[inline]
     pub fn end_entry(&mut self) -> bool {
         self.tell_listeners();
         let ended = self.promotions.take_ended();

@@ -263,8 +263,9 @@ impl Engine {
             let ns = self.sessions.get(session).map(|state| state.ns);
             let waits = |share: &Share| {
                 let of_remote = || {
-                    let computed = Tokens(self.sessions.requests[id].planned.computed);
-                    ns.is_some_and(|ns| self.waits_for_flight(id, ns, computed))
+                    let state = &self.sessions.requests[id];
+                    let computed = Tokens(state.planned.computed);
+                    ns.is_some_and(|ns| self.waits_for_flight((state, share), ns, computed))
                 };
                 share.waits.disk.is_some() || of_remote()
             };

@@ -1,7 +1,8 @@
 //! The jobs that the engine does beside its callers' requests: all of them, in the order of a turn.
 //!
-//! While a job is due, each turn of the IO thread does a part of it. [`Engine::wake`] and [`Engine::is_quiet`] are
-//! folds over the table: a row here is enough for the IO thread to wake in time, and for an orderly stop to wait.
+//! While a job is due, each turn of the IO thread does a part of it. [`Engine::wake`], [`Engine::needs_turn`] and
+//! [`Engine::is_quiet`] are folds over the table: a row here is enough for the IO thread to wake in time, and for an
+//! orderly stop to wait.
 
 use crate::disk::Disk;
 use crate::forest::DeviceIndex;
@@ -33,6 +34,11 @@ macro_rules! jobs {
             let mut due = Due::Never;
             $(due = due.max($due(engine));)*
             due
+        }
+
+        // Asked at the end of each entry: the compiler leaves out the questions for what is less urgent.
+        fn is_any_due(engine: &Engine) -> bool {
+            $($due(engine) >= Due::Start ||)* false
         }
 
         fn is_any_owed(engine: &Engine) -> bool {
@@ -116,15 +122,19 @@ fn stalls(of: &Engine) -> Due {
 }
 
 fn reads(of: &Engine) -> Due {
+    if !of.promotions.has_reads() {
+        return Due::Never;
+    }
     let (operations, disks) = (&of.operations, of.residency.disks());
     let may_start = |device: DeviceIndex| {
         let answers = disks[device.index()].health.answers_reads();
         (operations.may_read(device) || !answers) && of.promotions.waits_for(Some(device))
     };
     let may_sum = of.promotions.waits_for(None) && of.checksums.has_room();
-    let may_start = may_sum || of.residency.devices().any(may_start);
-    let waits = Due::Event.when(of.promotions.has_reads());
-    waits.max(Due::Start.when(may_start))
+    match may_sum || of.residency.devices().any(may_start) {
+        true => Due::Start,
+        false => Due::Event,
+    }
 }
 
 fn probes(of: &Engine) -> Due {
@@ -336,6 +346,11 @@ impl Engine {
     /// When the next turn is due: as soon as the most urgent job.
     pub fn wake(&self) -> Due {
         most_urgent(self)
+    }
+
+    /// Whether a turn is due at once, as [`Engine::wake`] would say.
+    pub(crate) fn needs_turn(&self) -> bool {
+        is_any_due(self)
     }
 
     /// Whether nothing is in flight, and nothing waits to be read or written on a device.

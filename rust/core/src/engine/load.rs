@@ -83,8 +83,8 @@ impl Engine {
         (target, bytes): (NodeId, u64),
         (computed, external): (Tokens, Tokens),
     ) -> TransferKey {
-        let session = self.sessions.requests[id].session;
-        let promise = self.promise(id, computed, external);
+        let state = &self.sessions.requests[id];
+        let (session, promise) = (state.session, self.promise(state, computed, external));
         self.note_load(id);
         let hash_block_size = self.residency.spec_of(target).hash_block_size;
         self.count_remote_tokens(id, hash_block_size, (computed, external));

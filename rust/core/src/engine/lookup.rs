@@ -6,15 +6,15 @@ use std::cell::Cell;
 use crate::explain::Reason;
 use crate::forest::{NONE, NodeId, NsId};
 use crate::key::HashSource;
-use crate::session::{Hit, Lookup, LookupRequest, Priority, PromotionWait, Tokens};
+use crate::session::{Hit, Lookup, LookupRequest, Priority, Tokens};
 
 use super::coordinator::Engine;
 use super::fetch::{LastAnswer, Reads, Share};
 use super::ids::{RequestId, SessionId};
 use super::lookup_cursor::{Ending, FoundChain, LookupCursor, SearchSpan};
 use super::planner::FetchSource;
-
 use super::promotions::PromotionEnd;
+use super::requests::{RequestState, needs_hit, tokens_of};
 
 /// Promotions that one lookup may start before it is answered: payloads may be evicted or lost again and again.
 const PROMOTIONS_MAX: u32 = 3;
@@ -38,19 +38,29 @@ impl Engine {
         request: &LookupRequest<'_>,
         cursor: &mut LookupCursor,
     ) -> Option<Lookup> {
-        let Some(id) = self.request_of(session, request) else {
+        let Some(of_session) = self.sessions.get(session) else {
             return Some(Lookup::NOTHING);
         };
-        let of_session = self.sessions.get(session);
-        let of_session = of_session.expect("a request belongs to a session");
-        let (ns, leases) = (of_session.ns, of_session.leases_prefetches);
-        if of_session.is_barred {
+        let (ns, is_barred) = (of_session.ns, of_session.is_barred);
+        let leases = of_session.leases_prefetches;
+        // A prefetch is usually the first lookup of its request, a demanded lookup is not: one search suffices.
+        let known = match request.priority {
+            Priority::Demand => of_session.requests.get(request.request).copied(),
+            Priority::Prefetch => None,
+        };
+        let Some(id) = known.or_else(|| self.add_request(session, request)) else {
+            return Some(Lookup::NOTHING);
+        };
+        let (state, share) = (&mut self.sessions.requests[id], &mut self.shares[id]);
+        let wait = request.wait.unwrap_or(self.config.promotion_wait);
+        share.waits.limit = Some(state.note_request(request, wait));
+        if is_barred {
             return Some(Lookup::NOTHING);
         }
-        let was_touched = self.sessions.requests[id].touched;
-        let has_failed = self.shares[id].answer == LastAnswer::Failed;
+        let was_touched = state.touched;
+        let has_failed = share.answer == LastAnswer::Failed;
         let answer = if has_failed {
-            self.sessions.requests[id].answered.reason = Reason::LoadFailed;
+            state.answered.reason = Reason::LoadFailed;
             Lookup::NOTHING
         } else {
             self.begin_and_search(id, ns, request, cursor)?
@@ -89,9 +99,10 @@ impl Engine {
             cursor.may_promote = cursor.unread == Reason::Complete;
             if self.remote.is_some() {
                 let chain = self.find_chain(ns, request.hashes);
+                let epoch = chain.epoch(&self.residency);
                 cursor.awaits_remote = self.awaits_remote(id, ns, request, chain.end());
                 // A flight that ends may take nodes with it.
-                found = Some(chain).filter(|chain| chain.is_there(&self.residency));
+                found = Some(chain).filter(|chain| chain.is_there(epoch, &self.residency));
             }
         }
         let chain = found.unwrap_or_else(|| self.find_chain(ns, request.hashes));
@@ -110,7 +121,7 @@ impl Engine {
         answer: Lookup,
         is_final: bool,
     ) {
-        let share = &mut self.shares[id];
+        let (state, share) = (&mut self.sessions.requests[id], &mut self.shares[id]);
         match request.priority {
             Priority::Prefetch => {
                 if let LastAnswer::Hit { is_reserved, .. } = &mut share.answer {
@@ -120,11 +131,11 @@ impl Engine {
             Priority::Demand if !answer.is_pending() => {
                 let since_ns = share.waits.since_ns.take().unwrap_or(self.now_ns);
                 share.waits.promotions = 0;
-                self.sessions.requests[id].planned.waited_ns = self.now_ns - since_ns;
+                state.planned.waited_ns = self.now_ns - since_ns;
             }
             Priority::Demand => {}
         }
-        if is_final && !answer.is_pending() {
+        if is_final && !answer.is_pending() && share.waits.remote.is_some() {
             self.leave_flight(id);
         }
     }
@@ -151,14 +162,14 @@ impl Engine {
         ns: NsId,
         request: &LookupRequest<'_>,
     ) -> Option<Reason> {
-        let now_ns = self.now_ns;
-        let share = &mut self.shares[id];
+        let (state, share) = (&mut self.sessions.requests[id], &mut self.shares[id]);
         self.promotions
             .promote_to_demand(id, share, &mut self.planner.rates);
         if share.waits.since_ns.is_none() {
-            share.waits.since_ns = Some(now_ns);
-            self.sessions.requests[id].planned.queued = request.queued.0;
+            share.waits.since_ns = Some(self.now_ns);
+            state.planned.queued = request.queued.0;
         }
+        let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
         let hash_block_size = self.residency.hash_block_size(ns);
         let most = request
             .max
@@ -166,15 +177,23 @@ impl Engine {
             .min(tokens_of(request.hashes.len(), hash_block_size));
         // The computed tokens may reach beyond the hit.
         let gain = self
-            .promised(id, ns, most)
+            .promised(share, ns, most)
             .saturating_sub(request.computed.0);
-        let late = self.is_late(id, gain);
-        let stop = if late { self.promotion_stop(id) } else { None };
-        let promotion = self.shares[id].waits.disk.as_ref();
-        let is_stalled = late && promotion.is_some_and(|promotion| self.is_stalled(promotion));
-        if promotion.is_some() && gain > 0 && !late {
+        let late = self.is_late((state, share), gain);
+        let Some(promotion) = &share.waits.disk else {
+            return Some(match late {
+                true => Reason::TimedOut,
+                false => Reason::Complete,
+            });
+        };
+        if gain > 0 && !late {
             return None;
         }
+        let is_stalled = late && self.is_stalled(promotion);
+        let stop = match late {
+            true => self.promotion_stop(state, share),
+            false => None,
+        };
         let (promotions, mut parts) = self.promotions();
         let end = if late {
             PromotionEnd::GivenUp
@@ -216,31 +235,17 @@ impl Engine {
         }
     }
 
-    fn request_of(&mut self, session: SessionId, request: &LookupRequest<'_>) -> Option<RequestId> {
-        // A prefetch is usually the first lookup of its request, a demanded lookup is not: one search suffices.
-        let known = match request.priority {
-            Priority::Demand => self.sessions.request_id(session, request.request),
-            Priority::Prefetch => None,
-        };
-        let id = known.or_else(|| {
-            let tick = || self.residency.next_tick();
-            self.sessions.request_or_add(session, request.request, tick)
-        })?;
-        let state = &mut self.sessions.requests[id];
-        let share = self.shares.entry(id)?.or_insert_with(Share::new);
-        let wait = request.wait.unwrap_or(self.config.promotion_wait);
-        // A request that only a hit can serve has no computing to weigh the hit against.
-        state.planned.min = request.min.0;
-        state.planned.needs_hit = needs_hit(request);
-        let is_weighed = wait != PromotionWait::Planned || !state.planned.needs_hit;
-        share.waits.limit = Some(if is_weighed {
-            wait
-        } else {
-            PromotionWait::Complete
-        });
-        if request.priority == Priority::Prefetch {
-            state.planned.queued = request.queued.0;
-        }
+    /// The request of a lookup, which is added if the session has no such request.
+    fn add_request(
+        &mut self,
+        session: SessionId,
+        request: &LookupRequest<'_>,
+    ) -> Option<RequestId> {
+        let tick = || self.residency.next_tick();
+        let id = self
+            .sessions
+            .request_or_add(session, request.request, tick)?;
+        self.shares.entry(id)?.or_insert_with(Share::new);
         Some(id)
     }
 
@@ -257,10 +262,6 @@ impl Engine {
         let (deepest, depth) = found.unwrap_or((NONE, 0));
         FoundChain {
             deepest,
-            epoch: match found {
-                Some((node, _)) => self.residency.node(node).epoch,
-                None => 0,
-            },
             depth,
             is_incomplete: unseen.get() == depth + 1,
         }
@@ -276,10 +277,11 @@ impl Engine {
         (chain, cursor): (FoundChain, &mut LookupCursor),
     ) -> Option<Lookup> {
         let hash_block_size = self.residency.hash_block_size(ns);
-        let span = self.span(id, request, hash_block_size);
-        self.note_chain(id, request, (chain, hash_block_size), cursor.awaits_remote);
+        let span = self.span(&self.sessions.requests[id], request, hash_block_size);
+        let state = &mut self.sessions.requests[id];
+        state.note_chain(request, (chain, hash_block_size), cursor.awaits_remote);
         // A draft model cannot use the cached last tokens.
-        let dropped = self.sessions.requests[id].dropped_tokens;
+        let dropped = state.dropped_tokens;
         let limit = chain
             .depth
             .saturating_sub(dropped.div_ceil(hash_block_size))
@@ -314,39 +316,24 @@ impl Engine {
         }
     }
 
-    fn span(&self, id: RequestId, request: &LookupRequest<'_>, hash_block_size: u32) -> SearchSpan {
+    fn span(
+        &self,
+        state: &RequestState,
+        request: &LookupRequest<'_>,
+        hash_block_size: u32,
+    ) -> SearchSpan {
         SearchSpan {
             computed: request.computed.0,
             local: request.computed.0 / hash_block_size,
-            align: self.sessions.alignment_of(id) / hash_block_size,
+            align: state.alignment_tokens / hash_block_size,
             hash_block_size,
             min: request.min.0,
             least: match needs_hit(request) {
                 true => self.config.min_load_tokens.unwrap_or(1).max(1),
-                false => self.least(id),
+                false => self.least(state),
             },
             is_planned: self.config.min_load_tokens.is_none() && !needs_hit(request),
         }
-    }
-
-    /// Notes what a lookup asks for, and which tokens of it the tiers have.
-    fn note_chain(
-        &mut self,
-        id: RequestId,
-        request: &LookupRequest<'_>,
-        (chain, hash_block_size): (FoundChain, u32),
-        awaits_remote: bool,
-    ) {
-        let end = tokens_of(request.hashes.len(), hash_block_size).min(request.max.0);
-        let state = &mut self.sessions.requests[id];
-        // During a wait for the remote store, the prompt's end is its end at the begin of the wait.
-        let end = match awaits_remote {
-            true => state.planned.end,
-            false => end,
-        };
-        state.planned.note(request.computed.0, end);
-        state.answered.is_incomplete = chain.is_incomplete;
-        state.shared = Tokens(chain.depth * hash_block_size);
     }
 
     /// Searches for the end of a hit at or above `top`: anywhere in the tiers, or in the arena if the cursor says so.
@@ -398,14 +385,19 @@ impl Engine {
         span: &SearchSpan,
         reason: Reason,
     ) -> Lookup {
-        if span.is_planned && !self.is_copy_worth(id, self.residency.node(end).depth) {
-            return self.miss(id, Reason::Planned);
-        }
-        match self.verified_end(id, end, span.local) {
-            Some(end) if span.is_worth(self.residency.node(end).depth) => {
-                self.hit(id, end, span.local, reason)
+        if span.is_planned {
+            let to = self.residency.node(end).depth * span.hash_block_size;
+            if !self.is_copy_worth(id, to) {
+                return self.miss(id, Reason::Planned);
             }
-            _ => self.miss(id, reason),
+        }
+        let Some(end) = self.verified_end(id, end, span.local) else {
+            return self.miss(id, reason);
+        };
+        let depth = self.residency.node(end).depth;
+        match span.is_worth(depth) {
+            true => self.hit(id, (end, depth), span, reason),
+            false => self.miss(id, reason),
         }
     }
 
@@ -496,6 +488,7 @@ impl Engine {
 
     /// Where a hit may end, at or above `end`, whose payloads are in the arena; `None` if their checksums have
     /// yet to be compared.
+    #[inline]
     fn verified_end(&self, id: RequestId, end: NodeId, local: u32) -> Option<NodeId> {
         if !self.config.verify_host {
             return Some(end);
@@ -548,19 +541,25 @@ impl Engine {
         }
     }
 
-    /// Answers with a hit that ends at `node`, for `reason`: leases the node, and counts the request's hit once.
-    fn hit(&mut self, id: RequestId, node: NodeId, local: u32, reason: Reason) -> Lookup {
+    /// Answers with a hit that ends at `node`, in `depth`, for `reason`: leases the node, and counts the request's hit
+    /// once.
+    fn hit(
+        &mut self,
+        id: RequestId,
+        (node, depth): (NodeId, u32),
+        span: &SearchSpan,
+        reason: Reason,
+    ) -> Lookup {
         let state = &mut self.sessions.requests[id];
         state.answered.reason = reason;
         let share = &mut self.shares[id];
         share.move_lease(node, &mut self.residency);
         share.answer = LastAnswer::Hit {
-            after: local,
+            after: span.local,
             is_reserved: false,
         };
-        let hash_block_size = self.residency.spec_of(node).hash_block_size;
         let hit = Lookup::Hit(Hit {
-            tokens: Tokens(self.residency.node(node).depth * hash_block_size),
+            tokens: Tokens(depth * span.hash_block_size),
             shared: state.shared,
         });
         if std::mem::replace(&mut state.touched, true) {
@@ -578,15 +577,4 @@ impl Engine {
         self.offer_remote_hit(node);
         hit
     }
-}
-
-/// Whether a request is served only if more tokens are cached than the device has.
-fn needs_hit(request: &LookupRequest<'_>) -> bool {
-    request.min > request.computed
-}
-
-/// Tokens of this many hash blocks. Saturates.
-fn tokens_of(hash_blocks: usize, hash_block_size: u32) -> u32 {
-    let tokens = (hash_blocks as u64).saturating_mul(u64::from(hash_block_size));
-    tokens.min(u64::from(u32::MAX)) as u32
 }

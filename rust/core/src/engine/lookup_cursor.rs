@@ -40,9 +40,8 @@ impl SearchSpan {
 /// The nodes of a prompt that lookups may use.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FoundChain {
-    /// The deepest node, or `NONE`, with its epoch and its depth.
+    /// The deepest node, or `NONE`, and its depth.
     pub(super) deepest: NodeId,
-    pub(super) epoch: u32,
     pub(super) depth: u32,
     /// The next block is in the index, and no lookup may use it yet.
     pub(super) is_incomplete: bool,
@@ -54,9 +53,17 @@ impl FoundChain {
         (self.deepest, self.depth)
     }
 
-    /// Whether the chain is as it was found, if nothing was added since.
-    pub(super) fn is_there(&self, residency: &Residency) -> bool {
-        let is_live = || residency.forest().is_live(self.deepest, self.epoch);
+    /// The epoch of the deepest node, 0 without one.
+    pub(super) fn epoch(&self, residency: &Residency) -> u32 {
+        match self.deepest {
+            NONE => 0,
+            node => residency.node(node).epoch,
+        }
+    }
+
+    /// Whether the chain is as it was found with this epoch, if nothing was added since.
+    pub(super) fn is_there(&self, epoch: u32, residency: &Residency) -> bool {
+        let is_live = || residency.forest().is_live(self.deepest, epoch);
         self.deepest == NONE || is_live() && !residency.has_left_index(self.deepest)
     }
 }

@@ -224,17 +224,13 @@ impl Sessions {
                 planned: Planned::default(),
                 touched: false,
                 dropped_tokens: state.dropped_tokens,
+                alignment_tokens: state.alignment_tokens,
                 shared: Tokens(0),
                 offers: BlockOffers::default(),
                 answered: Answered::default(),
             })),
         };
         Some(id)
-    }
-
-    /// The hits of a request end at multiples of this number of tokens.
-    pub(super) fn alignment_of(&self, id: RequestId) -> u32 {
-        self.sessions[self.requests[id].session].alignment_tokens
     }
 
     /// Requests of a session, in the order of their arrival.

@@ -8,7 +8,8 @@ use super::super::coordinator::Engine;
 use super::super::ids::{RequestId, SessionId};
 use super::super::planner::{FetchSource, Prompt, Reason, Start, Stop};
 use super::super::promotions::QueuePlace;
-use super::shares::{LastAnswer, Promotion, Waits};
+use super::super::requests::RequestState;
+use super::shares::{LastAnswer, Promotion, Share, Waits};
 
 /// A device that was not polled for this many times the limit counts as stalled.
 const NO_POLL_STALLS: u64 = 5;
@@ -32,8 +33,8 @@ impl Engine {
     }
 
     /// Whether the planner decides how long a request waits.
-    pub(in crate::engine) fn is_planned(&self, id: RequestId) -> bool {
-        self.wait_of(&self.shares[id].waits) == PromotionWait::Planned
+    pub(in crate::engine) fn is_planned(&self, waits: &Waits) -> bool {
+        self.wait_of(waits) == PromotionWait::Planned
     }
 
     /// Whether a request has waited since `since_ns` for long enough: for `gain` tokens, or because its planned wait
@@ -62,17 +63,17 @@ impl Engine {
     /// on, or there is no such wait. The device has `computed` tokens.
     pub(in crate::engine) fn plan_stop(
         &self,
-        id: RequestId,
+        (state, share): (&RequestState, &Share),
         computed: Tokens,
         pace: impl FnOnce(&Prompt) -> Pace,
     ) -> Option<(Stop, u32)> {
-        let since_ns = self.shares[id].waits.since_ns?;
-        if !self.is_planned(id) {
+        let since_ns = share.waits.since_ns?;
+        if !self.is_planned(&share.waits) {
             return None;
         }
         let prompt = Prompt {
             computed: computed.0,
-            ..self.prompt(id)
+            ..self.prompt(state)
         };
         let Pace {
             arrived,
@@ -108,10 +109,14 @@ impl Engine {
 
     /// Whether a request that may gain `gain` tokens has waited for its promotion for long enough, or waits for a
     /// device that does not answer.
-    pub(in crate::engine) fn is_late(&self, id: RequestId, gain: u32) -> bool {
-        let waits = &self.shares[id].waits;
+    pub(in crate::engine) fn is_late(
+        &self,
+        (state, share): (&RequestState, &Share),
+        gain: u32,
+    ) -> bool {
+        let waits = &share.waits;
         let since_ns = waits.since_ns.unwrap_or(self.now_ns);
-        let stops = || self.promotion_stop(id).is_some();
+        let stops = || self.promotion_stop(state, share).is_some();
         let promotion = waits.disk.as_ref();
         self.is_wait_over(waits, since_ns, || gain, stops)
             || promotion.is_some_and(|promotion| self.is_stalled(promotion))
@@ -150,23 +155,27 @@ impl Engine {
         computed: Tokens,
         priority: Priority,
     ) -> Option<Lookup> {
-        let ns = self.sessions.get(session)?.ns;
-        let id = self.sessions.request_id(session, request)?;
+        let of_session = self.sessions.get(session)?;
+        let (ns, id) = (of_session.ns, *of_session.requests.get(request)?);
         let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
-        let is_promoting = share.waits.disk.is_some();
+        let of_request = (state, share);
         let is_pending = match priority {
-            Priority::Prefetch => is_promoting || self.waits_for_flight(id, ns, computed),
+            Priority::Prefetch => {
+                share.waits.disk.is_some() || self.waits_for_flight(of_request, ns, computed)
+            }
             Priority::Demand => {
-                let gain = self.promised(id, ns, 0).saturating_sub(computed.0);
                 // With more computed tokens, computing may serve the request, too: the wait is then weighed against it.
                 let needs_hit = state.planned.min > computed.0;
                 let is_same = needs_hit == state.planned.needs_hit;
                 let has_failed = share.answer == LastAnswer::Failed;
                 let waits = share.waits.since_ns.is_some() && !has_failed && is_same;
                 waits
-                    && match is_promoting {
-                        true => gain > 0 && !self.is_late(id, gain),
-                        false => self.waits_for_flight(id, ns, computed),
+                    && match share.waits.disk.is_some() {
+                        true => {
+                            let gain = self.promised(share, ns, 0).saturating_sub(computed.0);
+                            gain > 0 && !self.is_late(of_request, gain)
+                        }
+                        false => self.waits_for_flight(of_request, ns, computed),
                     }
             }
         };
@@ -175,8 +184,8 @@ impl Engine {
     }
 
     /// Where a request's promotion ends if all reads succeed, in tokens; `otherwise` without a promotion.
-    pub(in crate::engine) fn promised(&self, id: RequestId, ns: NsId, otherwise: u32) -> u32 {
-        let promotion = self.shares[id].waits.disk.as_ref();
+    pub(in crate::engine) fn promised(&self, share: &Share, ns: NsId, otherwise: u32) -> u32 {
+        let promotion = share.waits.disk.as_ref();
         promotion.map_or(otherwise, |promotion| {
             promotion.boundary() * self.residency.hash_block_size(ns)
         })
@@ -187,12 +196,13 @@ impl Engine {
         let ns = self.sessions.get(session).map(|session| session.ns);
         let id = self.sessions.request_id(session, request);
         ns.zip(id).is_some_and(|(ns, id)| {
-            let share = &self.shares[id];
-            let gain = self.promised(id, ns, 0);
-            let is_promoting = share.waits.disk.is_some() && !self.is_late(id, gain);
-            let computed = Tokens(self.sessions.requests[id].planned.computed);
+            let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
+            let of_request = (state, share);
+            let gain = self.promised(share, ns, 0);
+            let is_promoting = share.waits.disk.is_some() && !self.is_late(of_request, gain);
+            let computed = Tokens(state.planned.computed);
             share.answer != LastAnswer::Failed
-                && (is_promoting || self.waits_for_flight(id, ns, computed))
+                && (is_promoting || self.waits_for_flight(of_request, ns, computed))
         })
     }
 }

@@ -1,14 +1,16 @@
 //! Plans of requests: the questions that lookups and loads have for the planner.
 
+use crate::forest::NsId;
 use crate::session::{Step, Tokens};
 
 use super::super::coordinator::Engine;
 use super::super::ids::{RequestId, SessionId};
 use super::super::planner::{FetchSource, MEASURE_AFTER_NS, Prompt, Reading, Reason, Stop};
 use super::super::promotions::front;
+use super::super::requests::RequestState;
 use super::super::sessions::LoadPromise;
 use super::pace::Pace;
-use super::shares::Promotion;
+use super::shares::{Promotion, Share};
 
 /// The planner's inputs for a request, and its decisions. Tokens count from the start of the prompt.
 #[derive(Clone, Copy, Debug, Default)]
@@ -52,16 +54,15 @@ impl Engine {
     }
 
     /// The fewest tokens that a load of a request may gain.
-    pub(in crate::engine) fn least(&self, id: RequestId) -> u32 {
-        let session = self.sessions.requests[id].session;
+    pub(in crate::engine) fn least(&self, state: &RequestState) -> u32 {
         let least = self.config.min_load_tokens;
-        least.unwrap_or_else(|| self.planner.least(session)).max(1)
+        least
+            .unwrap_or_else(|| self.planner.least(state.session))
+            .max(1)
     }
 
-    pub(in crate::engine) fn prompt(&self, id: RequestId) -> Prompt {
-        let state = &self.sessions.requests[id];
-        let ns = self.sessions.get(state.session).map(|session| session.ns);
-        let ns = ns.expect("a request belongs to a session");
+    pub(in crate::engine) fn prompt(&self, state: &RequestState) -> Prompt {
+        let ns = self.ns_of(state);
         Prompt {
             session: state.session,
             computed: state.planned.computed,
@@ -71,11 +72,9 @@ impl Engine {
         }
     }
 
-    /// Whether a load of the blocks in host memory, up to `boundary` hash blocks, is worth its
-    /// copy.
-    pub(in crate::engine) fn is_copy_worth(&mut self, id: RequestId, boundary: u32) -> bool {
-        let prompt = self.prompt(id);
-        let to = boundary * self.hash_block_size_of(id);
+    /// Whether a load of the blocks in host memory, up to `to` tokens, is worth its copy.
+    pub(in crate::engine) fn is_copy_worth(&mut self, id: RequestId, to: u32) -> bool {
+        let prompt = self.prompt(&self.sessions.requests[id]);
         let is_worth = self.planner.is_copy_worth(&prompt, to, self.now_ns);
         let share = &mut self.shares[id];
         let is_first = share.demanded && !share.plans.disk.is_counted;
@@ -87,10 +86,14 @@ impl Engine {
         is_worth
     }
 
-    pub(in crate::engine) fn hash_block_size_of(&self, id: RequestId) -> u32 {
-        let session = self.sessions.get(self.sessions.requests[id].session);
-        let session = session.expect("a request belongs to a session");
-        self.residency.hash_block_size(session.ns)
+    /// The namespace of a request.
+    fn ns_of(&self, state: &RequestState) -> NsId {
+        let session = self.sessions.get(state.session);
+        session.expect("a request belongs to a session").ns
+    }
+
+    pub(in crate::engine) fn hash_block_size_of(&self, state: &RequestState) -> u32 {
+        self.residency.hash_block_size(self.ns_of(state))
     }
 
     /// Whether to read the payloads that a hit up to `disk` hash blocks needs and a hit up to
@@ -103,13 +106,11 @@ impl Engine {
     ) -> Reads {
         let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
         // Payloads in the arena are only compared with their checksums.
-        if !self.is_planned(id) || host == disk {
+        if !self.is_planned(&share.waits) || host == disk {
             return Reads::All;
         }
-        let prompt = self.prompt(id);
-        let size = self.hash_block_size_of(id);
-        let session = self.sessions.get(state.session);
-        let ns = session.expect("a request belongs to a session").ns;
+        let (prompt, ns) = (self.prompt(state), self.ns_of(state));
+        let size = self.residency.hash_block_size(ns);
         let (host, disk) = ((host * size).max(prompt.computed), disk * size);
         let bytes = f64::from(disk - host) * prompt.bytes_per_token;
         let priority = share.priority();
@@ -158,11 +159,15 @@ impl Engine {
 
     /// Why a request's planned wait for its promotion is over, with the tokens that have not arrived; `None` if the
     /// wait goes on, or there is no such wait.
-    pub(in crate::engine) fn promotion_stop(&self, id: RequestId) -> Option<(Stop, u32)> {
-        let (planned, share) = (&self.sessions.requests[id].planned, &self.shares[id]);
+    pub(in crate::engine) fn promotion_stop(
+        &self,
+        state: &RequestState,
+        share: &Share,
+    ) -> Option<(Stop, u32)> {
         let promotion = share.waits.disk.as_ref()?;
-        self.plan_stop(id, Tokens(planned.computed), |_| {
-            let size = self.hash_block_size_of(id);
+        let computed = Tokens(state.planned.computed);
+        self.plan_stop((state, share), computed, |_| {
+            let size = self.hash_block_size_of(state);
             let rates = &self.planner.rates;
             let predicts = !share.plans.disk.ignores_prediction && rates.are_known();
             let silent = |device| self.operations.silent_ns(device, self.now_ns);
@@ -193,15 +198,14 @@ impl Engine {
     /// The predicted times that a load takes and saves.
     pub(in crate::engine) fn promise(
         &self,
-        id: RequestId,
+        state: &RequestState,
         computed: Tokens,
         external: Tokens,
     ) -> LoadPromise {
-        let state = &self.sessions.requests[id];
         let to = computed.0.saturating_add(external.0);
         let prompt = Prompt {
             computed: computed.0,
-            ..self.prompt(id)
+            ..self.prompt(state)
         };
         let (saved_ns, copy_ns) = self.planner.load_ns(&prompt, to);
         LoadPromise {

@@ -464,6 +464,7 @@ impl Namespaces {
     }
 
     /// Whether a write of the namespace table may be started, now or after a pause.
+    #[inline]
     pub(super) fn has_writes(&self, residency: &Residency) -> bool {
         self.entry_writes
             .iter()

@@ -182,6 +182,7 @@ impl Promotions {
     }
 
     /// Makes a prefetch a demand: its reads start before the reads of prefetches.
+    #[inline]
     pub(super) fn promote_to_demand(
         &mut self,
         id: RequestId,

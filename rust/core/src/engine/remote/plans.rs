@@ -4,9 +4,10 @@ use crate::forest::NodeId;
 use crate::session::{LookupRequest, Priority, Tokens};
 
 use super::super::coordinator::Engine;
-use super::super::fetch::Pace;
+use super::super::fetch::{Pace, Share};
 use super::super::ids::{FlightId, RequestId};
 use super::super::planner::{Fetch, FetchSource, Reading, Reason, Start, Stop};
+use super::super::requests::RequestState;
 use super::Remote;
 use super::flight::Flight;
 use super::search::FETCHED;
@@ -69,14 +70,15 @@ impl Engine {
         let Some(remote) = &self.remote else {
             return Fetches::None;
         };
-        if !self.is_planned(id) {
+        let state = &self.sessions.requests[id];
+        if !self.is_planned(&self.shares[id].waits) {
             return Fetches::All {
                 width: u32::MAX,
                 predicted_ns: None,
             };
         }
-        let size = self.hash_block_size_of(id);
-        let mut prompt = self.prompt(id);
+        let size = self.hash_block_size_of(state);
+        let mut prompt = self.prompt(state);
         prompt.end = prompt.end.min(blocks.saturating_mul(size));
         let segment = wanted.space.hash_blocks * size;
         let to = (wanted.to * size).min(prompt.end);
@@ -168,15 +170,15 @@ impl Engine {
     /// goes on.
     pub(super) fn flight_stop(
         &self,
-        id: RequestId,
+        (state, share): (&RequestState, &Share),
         flight: &Flight,
         computed: Tokens,
     ) -> Option<(Stop, u32)> {
         let remote = self.remote.as_deref()?;
-        self.plan_stop(id, computed, |prompt| {
-            let size = self.hash_block_size_of(id);
+        self.plan_stop((state, share), computed, |prompt| {
+            let size = self.hash_block_size_of(state);
             let (arrived, end) = flight.progress();
-            let plan = &self.shares[id].plans.remote;
+            let plan = &share.plans.remote;
             let predicts = !plan.ignores_prediction && self.planner.rates.remote.is_known();
             Pace {
                 arrived: arrived * size,

@@ -6,9 +6,11 @@ use crate::namespace::{GroupKind, NamespaceSpec};
 use crate::session::{LookupRequest, Tokens};
 
 use super::super::coordinator::Engine;
+use super::super::fetch::Share;
 use super::super::ids::{FlightId, RequestId};
 use super::super::parts::EngineParts;
 use super::super::planner::FetchSource;
+use super::super::requests::RequestState;
 use super::super::residency::Residency;
 use super::Remote;
 use super::flight::{Flight, FlightChain, FlightObjects, question};
@@ -38,8 +40,10 @@ impl Engine {
         if self.remote.is_none() || is_tail() {
             return false;
         }
-        if let Some(flight) = self.shares[id].waits.remote {
-            if self.flight_goes_on(flight, ns) && !self.is_flight_late(id, request.computed) {
+        let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
+        if let Some(flight) = share.waits.remote {
+            let is_late = || self.is_flight_late((state, share), request.computed);
+            if self.flight_goes_on(flight, ns) && !is_late() {
                 return true;
             }
             self.note_flight(id, (flight, ns), request.computed);
@@ -76,9 +80,10 @@ impl Engine {
         found: (NodeId, u32),
     ) -> Option<FlightId> {
         let tokens = self.residency.hash_block_size(ns);
+        let state = &self.sessions.requests[id];
         let ends = HitEnds {
-            align: self.sessions.alignment_of(id) / tokens,
-            dropped: self.sessions.requests[id].dropped_tokens.div_ceil(tokens),
+            align: state.alignment_tokens / tokens,
+            dropped: state.dropped_tokens.div_ceil(tokens),
         };
         let (remote, parts) = self.remote()?;
         let (wanted, under_way) = remote.wanted(ns, (request, ends), found, &parts)?;
@@ -112,7 +117,8 @@ impl Engine {
     fn is_over_before(&mut self, id: RequestId, flight: FlightId, computed: Tokens) -> bool {
         let flights = self.remote.as_ref().map(|remote| &remote.flights);
         let flight_of = flights.and_then(|flights| flights.get(flight));
-        if flight_of.is_some_and(|of| !self.is_late_for(id, of, computed)) {
+        let of_request = (&self.sessions.requests[id], &self.shares[id]);
+        if flight_of.is_some_and(|of| !self.is_late_for(of_request, of, computed)) {
             return false;
         }
         if let Some(remote) = self.remote.as_deref_mut() {
@@ -133,8 +139,9 @@ impl Engine {
         let came = (of.chain.found, of.reach(of.objects.arrived));
         // A silent store costs a request its time limit only once.
         let gave_up = is_of_ns && (!of.fate.is_over || of.fate.is_failed);
-        let stop = match is_of_ns && !of.fate.is_over && !self.shares[id].waits.gave_up {
-            true => self.flight_stop(id, of, computed),
+        let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
+        let stop = match is_of_ns && !of.fate.is_over && !share.waits.gave_up {
+            true => self.flight_stop((state, share), of, computed),
             false => None,
         };
         if let Some((stop, tokens)) = stop {
@@ -163,39 +170,44 @@ impl Engine {
     /// Whether a request with `computed` tokens waits for a flight, and may continue to wait.
     pub(in crate::engine) fn waits_for_flight(
         &self,
-        id: RequestId,
+        (state, share): (&RequestState, &Share),
         ns: NsId,
         computed: Tokens,
     ) -> bool {
-        let waits = &self.shares[id].waits;
-        let Some(flight) = waits.remote else {
+        let Some(flight) = share.waits.remote else {
             return false;
         };
-        self.flight_goes_on(flight, ns) && !waits.gave_up && !self.is_flight_late(id, computed)
+        self.flight_goes_on(flight, ns)
+            && !share.waits.gave_up
+            && !self.is_flight_late((state, share), computed)
     }
 
     /// Whether a request with a demanded lookup has waited for its flight for long enough.
-    fn is_flight_late(&self, id: RequestId, computed: Tokens) -> bool {
+    fn is_flight_late(&self, of_request: (&RequestState, &Share), computed: Tokens) -> bool {
         let flights = self.remote.as_ref().map(|remote| &remote.flights);
-        let flight = flights.zip(self.shares[id].waits.remote);
+        let flight = flights.zip(of_request.1.waits.remote);
         let flight = flight.and_then(|(flights, id)| flights.get(id));
-        flight.is_none_or(|flight| self.is_late_for(id, flight, computed))
+        flight.is_none_or(|flight| self.is_late_for(of_request, flight, computed))
     }
 
     /// Whether a request with a demanded lookup has waited for long enough, if it waits for this flight.
-    fn is_late_for(&self, id: RequestId, flight: &Flight, computed: Tokens) -> bool {
-        let waits = &self.shares[id].waits;
-        let Some(since_ns) = waits.since_ns else {
+    fn is_late_for(
+        &self,
+        (state, share): (&RequestState, &Share),
+        flight: &Flight,
+        computed: Tokens,
+    ) -> bool {
+        let Some(since_ns) = share.waits.since_ns else {
             return false;
         };
         let gain = || {
             // A segment may end behind the prompt.
-            let reach = flight.progress().1 * self.hash_block_size_of(id);
-            let reach = reach.min(self.sessions.requests[id].planned.end);
+            let reach = flight.progress().1 * self.hash_block_size_of(state);
+            let reach = reach.min(state.planned.end);
             reach.saturating_sub(computed.0)
         };
-        let stops = || self.flight_stop(id, flight, computed).is_some();
-        self.is_wait_over(waits, since_ns, gain, stops)
+        let stops = || self.flight_stop((state, share), flight, computed).is_some();
+        self.is_wait_over(&share.waits, since_ns, gain, stops)
     }
 
     /// Counts the tokens of a load that flights brought for its request.

@@ -57,6 +57,7 @@ impl Residency {
     }
 
     /// Whether anything is left to be removed.
+    #[inline]
     pub(in crate::engine) fn has_removals(&self) -> bool {
         !self.removals.is_empty() && !self.has_many_erasures()
     }
@@ -499,6 +500,7 @@ impl Residency {
     }
 
     /// Whether an erasure can be started, now or when others have ended.
+    #[inline]
     pub(in crate::engine) fn has_waiting_erasures(&self) -> bool {
         self.waiting_erasures() > 0
     }
