@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 from real_engine import set_environment
 
 set_environment()
+# A shell ignores this signal in what it starts in the background, and each child would ignore it, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 FAILED = pytest.StashKey[bool]()

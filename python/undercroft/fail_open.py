@@ -1,4 +1,4 @@
-"""Methods that an engine calls, and that let no error out."""
+"""Methods that vLLM or SGLang calls, and that let no error out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Reports(Protocol):
 
 def fail_open(default: Callable[[], Any]) -> Callable[[_Hook], _Hook]:
     """Wrap a hook: an error goes to the object's ``_report``, and the hook returns ``default()``, which is safe for
-    the engine."""
+    the caller."""
     return fail_open_with(lambda *_, **__: default())
 
 

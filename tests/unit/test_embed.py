@@ -319,16 +319,37 @@ def test_after_an_error_of_a_call_no_copy_uses_its_memory(is_load: bool, monkeyp
         copier = Noting(attachment.copier)
         cache._attachment = attachment._replace(copier=copier)
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="_advance"):
-            patch.setattr(cache, "_advance", Failing(None, "_advance")._fail)
+            failing = Failing(cache, "_advance")
+            advance = cache._advance
+            patch.setattr(cache, "_advance", lambda: failing._advance() if failing._times else advance())
             if is_load:
                 cache.load(keys(5, 4), [pool.blocks(0, 4)])
             else:
                 cache.save_each([(keys(seed, 4), [pool.blocks(0, 4)]) for seed in (6, 7)])
-        assert copier.calls[-1] == "drain"
-        cache.poll()
+        assert copier.calls[-2:] == ["drain", "poll"]
         assert not cache.busy
-        assert cache.exists(keys(6, 4)) == cache.exists(keys(7, 4)) == 0, "the memory may have changed meanwhile"
+        if not is_load:
+            assert cache.exists(keys(6, 4)) == cache.exists(keys(7, 4)) == 0, "the memory may have changed meanwhile"
         assert cache.stats()["saves"] == cache.stats()["loads"] == 0
+
+
+def test_an_error_while_a_cache_closes_ends_its_copies_and_keeps_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache.open(HOST | on_disk(tmp_path), {"test": 1}, [Group((SIZE,))], TOKENS)
+    pool = Pool(cache)
+    job = cache.begin_save(keys(1, 4), [pool.blocks(0, 4)])
+    attachment = cache._attachment
+    assert attachment is not None
+    copier = Noting(attachment.copier)
+    cache._attachment = attachment._replace(copier=copier)
+    monkeypatch.setattr(cache, "_advance", Failing(None, "_advance", times=2)._fail)
+    with pytest.raises(RuntimeError, match="_advance"):
+        cache.close()
+    assert copier.calls == ["drain"]
+    assert not job.ended
+    with opened(on_disk(tmp_path)) as again:
+        assert again.save(keys(1, 4), [Pool(again).blocks(0, 4)]).complete
 
 
 def test_without_threads_the_memory_is_attached_later(monkeypatch: pytest.MonkeyPatch) -> None:

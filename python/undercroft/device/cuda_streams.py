@@ -47,8 +47,8 @@ class CudaStreams:
         # PyTorch hands out each of its 32 streams again and again, also to the model. The driver's are ours alone.
         # They are never destroyed: lanes last as long as the process.
         with torch.cuda.device(self._device):
-            # A thread's first choice of a device may leave it without a context, which the driver needs. PyTorch has
-            # one for the device from its first question to it on.
+            # `torch.cuda.device` alone may leave a new thread without a context, and the driver's call needs one. The
+            # first question to the device makes PyTorch create it.
             torch.cuda.mem_get_info(self._device)
             handle = driver.make_stream(driver.load(), _URGENT if urgent else _LIKE_THE_MODEL)
         return torch.cuda.ExternalStream(handle, self._device)

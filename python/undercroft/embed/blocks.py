@@ -147,3 +147,8 @@ def runs(blocks: Blocks) -> list[Run]:
     firsts = numbers[np.concatenate(([0], breaks + 1))]
     lasts = numbers[np.concatenate((breaks, [len(numbers) - 1]))]
     return [Run(blocks.group, int(first), int(last) + 1) for first, last in zip(firsts, lasts, strict=True)]
+
+
+def least_boundary(begin: int, planned: bool) -> int:
+    """The least boundary of a hit, in tokens. Without a plan, a hit of one token counts."""
+    return 0 if planned else begin + 1

@@ -10,19 +10,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from undercroft.config import OPTIONS, UndercroftConfig
-from undercroft.embed.blocks import Blocks, Group, Job, Registration, checked, runs
-from undercroft.embed.memory import merged, span
+from undercroft.embed.blocks import Blocks, Group, Job, Registration, checked, least_boundary, runs
+from undercroft.embed.memory import Attachment, merged, span
 from undercroft.engine import open_engine
 from undercroft.log import LogOnce, logger
 
 if TYPE_CHECKING:
-    from undercroft._core import Arena, Copier, Engine, Extent, Lookup, SaveGrant, Session
+    from undercroft._core import Engine, Extent, Lookup, SaveGrant, Session
 
 EMBED_OPTIONS = tuple(option.name for option in OPTIONS if option.scope in ("engine", "session"))
 """The options of `Cache.open`: those of `kv_connector_extra_config` that concern memory, disks, stores and servers."""
@@ -33,14 +33,6 @@ _RETRY_S = 0.005
 _ATTACH_AGAIN_S = 1.0
 _STEP_S = 0.001
 """Seconds between two looks at a job that waits for a server or for memory."""
-
-
-class _Attachment(NamedTuple):
-    """The engine's arena in this process."""
-
-    arena: Arena
-    copier: Copier
-    session: int
 
 
 class Cache:
@@ -66,7 +58,7 @@ class Cache:
         self._block_tokens = block_tokens
         self._lock = threading.Lock()
         self._log_once = LogOnce()
-        self._attachment: _Attachment | None = None
+        self._attachment: Attachment | None = None
         self._attaching = False
         self._attach_at = 0.0
         self._names = (f"#{number}" for number in itertools.count())
@@ -157,7 +149,8 @@ class Cache:
         load than to compute, by the steps reported to `_core.Session.report_steps`.
         """
         wait = None if wait_s is None else (wait_s * 1e3, 0.0)
-        return self.session.lookup(name, chain, begin, end, wait, _least(begin, planned), planned, queued_tokens)
+        least = least_boundary(begin, planned)
+        return self.session.lookup(name, chain, begin, end, wait, least, planned, queued_tokens)
 
     def prefetch(
         self,
@@ -170,7 +163,7 @@ class Cache:
         queued_tokens: int = 0,
     ) -> None:
         """Start the reads of a later `find` with the same ``name``; demanded reads precede them."""
-        self.session.prefetch(name, chain, begin, end, None, _least(begin, planned), planned, queued_tokens)
+        self.session.prefetch(name, chain, begin, end, None, least_boundary(begin, planned), planned, queued_tokens)
 
     def wait(self, name: str, timeout_s: float) -> bool:
         """Wait until `find` has an answer, and return whether it has."""
@@ -275,16 +268,17 @@ class Cache:
     def drain(self) -> None:
         """End all jobs: copies that run are finished, and saves that wait for memory are given up. Waits for copies
         only, never for a disk or a server."""
-        while True:
-            with self._lock:
-                self._advance()
-                for job in [*(job for _, job in self._waiting), *self._granting.values(), *self._copying.values()]:
-                    job._until = 0.0
-                self._end_waiting()
-                attachment = self._attachment
-                if not self._copying or attachment is None:
-                    return
-            attachment.copier.drain()
+        with self._ended_after_an_error(()):
+            while True:
+                with self._lock:
+                    self._advance()
+                    for job in [*(job for _, job in self._waiting), *self._granting.values(), *self._copying.values()]:
+                        job._until = 0.0
+                    self._end_waiting()
+                    attachment = self._attachment
+                    if not self._copying or attachment is None:
+                        return
+                attachment.copier.drain()
 
     def give_up(self, reason: str) -> None:
         """Save nothing more of the saves under way. `poll` returns them when none of their copies runs any more.
@@ -316,14 +310,13 @@ class Cache:
                 return
             # From now on no copy begins, so none follows those that `drain` waits for.
             self._is_closed = True
-        self.drain()
-        with self._lock:
-            attachment, self._attachment = self._attachment, None
-        if attachment is not None:
-            attachment.arena.let_go()
-        self.session.close()
-        if self._owns_engine:
-            self.engine.close()
+        # An error of one must not keep the others open.
+        with contextlib.ExitStack() as in_turn:
+            if self._owns_engine:
+                in_turn.callback(self.engine.close)
+            in_turn.callback(self.session.close)
+            in_turn.callback(self._let_go)
+            self.drain()
 
     def __enter__(self) -> Cache:
         return self
@@ -474,7 +467,8 @@ class Cache:
                     self._granted(job, grant)
         attachment = self._attachment
         for number, seconds in attachment.copier.poll() if attachment is not None else ():
-            job = self._copying.pop(number)
+            if (job := self._copying.pop(number, None)) is None:
+                continue
             job.seconds += seconds
             with self._or_miss(job):
                 # If the engine has ended meanwhile, the slots may have had other bytes.
@@ -490,11 +484,11 @@ class Cache:
 
     # The arena
 
-    def _is_current(self, attachment: _Attachment) -> bool:
+    def _is_current(self, attachment: Attachment) -> bool:
         address = self.engine.arena
         return (address.arena_id, address.session) == (attachment.arena.arena_id, attachment.session)
 
-    def _attached(self, session: int) -> _Attachment | None:
+    def _attached(self, session: int) -> Attachment | None:
         """The arena with the slots of a session. If it is not here, the next one is fetched on a thread."""
         if self._is_closed:
             return None
@@ -524,7 +518,7 @@ class Cache:
             address = self.engine.arena
             if address.socket:
                 arena = _core.Arena.attach(address.socket, address.session)
-                attachment = _Attachment(arena, _core.Copier(arena), address.session)
+                attachment = Attachment(arena, _core.Copier(arena), address.session)
                 with self._lock:
                     is_late = self._is_closed
                     if not is_late:
@@ -534,6 +528,12 @@ class Cache:
             self._attach_later(None)
         except Exception as error:
             self._attach_later(error)
+
+    def _let_go(self) -> None:
+        with self._lock:
+            attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment.arena.let_go()
 
     def _attach_later(self, error: Exception | None) -> None:
         if error is not None:
@@ -560,16 +560,19 @@ class Cache:
 
     @contextlib.contextmanager
     def _ended_after_an_error(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """After an error the caller takes its memory back: no job copies from it or into it any more."""
+        """After an error the caller takes its memory back: no copy uses it any more, and the jobs have ended."""
         try:
             yield
         except BaseException:
             with self._lock:
                 for job in jobs:
-                    job._given_up = "" if job.is_load else "retry"
+                    job._given_up, job._until = "" if job.is_load else "retry", 0.0
                 attachment = self._attachment
             if attachment is not None:
                 attachment.copier.drain()
+            with self._lock, contextlib.suppress(Exception):
+                self._end_waiting()
+                self._advance()
             raise
 
     def _end_waiting(self) -> None:
@@ -591,8 +594,3 @@ class Cache:
 
     def _checked(self, blocks: Sequence[Blocks]) -> tuple[Blocks, ...]:
         return tuple(checked(one, self._parts, self._regions) for one in blocks)
-
-
-def _least(begin: int, planned: bool) -> int:
-    """The least boundary of a hit. Without a plan, a hit of one token counts."""
-    return 0 if planned else begin + 1

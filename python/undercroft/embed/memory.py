@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,21 @@ from undercroft.config import OPTIONS
 from undercroft.units import Amount
 
 if TYPE_CHECKING:
+    from undercroft._core import Arena, Copier
     from undercroft.config import UndercroftConfig
 
 [_HOST_MEMORY] = [option for option in OPTIONS if option.name == "host_memory"]
 _BYTES, _BLOCKS = 2 << 30, 256
 """Default of ``host_memory``: so many bytes, or blocks if these are more. Blocks only pass through it, on their way
 between the disk and the program's pool."""
+
+
+class Attachment(NamedTuple):
+    """The engine's arena in this process."""
+
+    arena: Arena
+    copier: Copier
+    session: int
 
 
 def span(memory: Any) -> tuple[int, int]:

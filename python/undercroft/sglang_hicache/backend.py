@@ -52,7 +52,8 @@ def _none_of_several(transfers: list[Any], *_: Any, **__: Any) -> dict[str, list
 
 class UndercroftHiCache(HiCacheStorage):
     """undercroft's disk, server and remote store below SGLang's host memory. All methods may be called from any
-    thread. After the pools are registered none raises: a failure is a miss, or a page that is not kept."""
+    thread. After the pools are registered none raises but those that SGLang does not call (`_not_available`): a
+    failure is a miss, or a page that is not kept."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         """``storage_config``: SGLang's ``HiCacheStorageConfig``. Raises ConfigError for a wrong option."""

@@ -37,7 +37,10 @@ def complete() -> str | None:
             own: list[str] = self.tree_core.get_hash_values(node_id)
             return found if found[-1:] == own[-1:] else [*found, *own]
         except Exception as error:
-            message = "undercroft: SGLang's radix tree has not said which pages it has, so they are not completed: %s"
+            message = (
+                "undercroft: SGLang's radix tree does not say which pages a node has, so prefixes stay incomplete, and "
+                "pages below them are not found: %s"
+            )
             _log_once(logging.ERROR, type(error), message, error, error=error)
             return found
 

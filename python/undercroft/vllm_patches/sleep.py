@@ -1,4 +1,4 @@
-"""The patches that end copies before vLLM frees the device's memory, and all use of the device before a checkpoint."""
+"""The patches that end copies before vLLM frees the device's memory, and unpin the arena before a checkpoint."""
 
 from __future__ import annotations
 

@@ -221,9 +221,9 @@ WORKER_CHECKPOINT = Patch(
     ("Worker.checkpoint_prepare",),
     "the class, in workers",
     "vLLM prepares itself for a tool that suspends the device, and tells no connector. The wrapper ends all copies and "
-    "unpins host memory first; the next load or save pins it again.",
+    "unpins the arena first; the next load or save pins it again.",
     "0.32 to 0.33",
-    "Host memory stays pinned during a checkpoint, which may fail for that reason.",
+    "The arena stays pinned during a checkpoint, which may fail for that reason.",
 )
 RANKS = Patch(
     "ranks",

@@ -132,7 +132,7 @@ class Chunks:
 
     def places(self, keys: Sequence[bytes], context: ReqContext, block_hashes: Sequence[bytes]) -> list[Place | None]:
         """`place` of several chunks of a prompt. vLLM names a group's chunks one after the other, so that most keys
-        need no more than a comparison with the next hash."""
+        need no more than a comparison with the next hash. Such a key is not asked for its position."""
         found: list[Place | None] = []
         while len(found) < len(keys):
             key = keys[len(found)]

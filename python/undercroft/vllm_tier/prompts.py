@@ -253,7 +253,7 @@ class Prompts:
         self._cache.forget(request_id)
 
     def step_ends(self) -> None:
-        """The scheduler's pass has ended: pending answers are asked for again in the next one."""
+        """The scheduler's pass has ended: pending answers are asked for again in a later one (`is_later`)."""
         self.step += 1
 
     def forget_all(self) -> None:

@@ -390,7 +390,8 @@ class UndercroftTier(SecondaryTierManager):
         if self._cache is not None:
             try:
                 for job in self._cache.poll():
-                    self._ended.append(self._result(self._jobs.pop(id(job))))
+                    if (begun := self._jobs.pop(id(job), None)) is not None:
+                        self._ended.append(self._result(begun))
             except Exception as error:
                 self._report("get_finished_jobs", error)
         ended, self._ended = self._ended, []
@@ -423,11 +424,19 @@ class UndercroftTier(SecondaryTierManager):
         has_events = self._events is not None and self._events.more
         return bool(self._jobs or self._ended or self._lacking or has_events)
 
-    @fail_open(nothing)
     def drain_jobs(self) -> None:
         """Wait for the copies that run, and give up saves that wait for memory."""
-        if self._cache is not None:
+        if self._cache is None:
+            return
+        try:
             self._cache.drain()
+        except Exception as error:
+            self._report("drain_jobs", error)
+            # No copy runs now, none may begin, and vLLM expects that no job is left.
+            self._ended += [JobResult(one.job.job_id, False) for one in self._jobs.values()]
+            self._jobs.clear()
+            with contextlib.suppress(Exception):
+                self._cache.give_up("retry")
 
     # Steps
 

@@ -89,4 +89,4 @@ def test_a_radix_tree_that_fails_gives_the_ancestors_only(
     assert prefixes.complete() is None
     for _ in range(2):
         assert Tree().get_prefix_hash_values(7) == ["a", "b"]
-    assert caplog.text.count("has not said which pages") == 1
+    assert caplog.text.count("does not say which pages") == 1

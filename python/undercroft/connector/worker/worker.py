@@ -122,7 +122,8 @@ class WorkerConnector:
         self._unheld_at = 0.0
         self._watcher: Watcher | None = None
         self._lock = threading.RLock()
-        """Held by each method, for a moment: no method but `shutdown` and those for sleep waits for the device."""
+        """Held by each method, for a moment: no method but `shutdown`, `release_arena` and those for
+        sleep waits for the device."""
         self._unpinning: list[threading.Thread] = []
         self._arena_key: tuple[str, int, int] | None = None
         self._attach_timeout_s = attach_timeout_s

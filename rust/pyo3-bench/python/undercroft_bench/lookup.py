@@ -36,7 +36,6 @@ def measure(keys: int, rounds: int) -> dict[str, Any]:
     """Times of ``rounds`` lookups of a prefix of ``keys`` blocks in an embedded engine."""
     from undercroft import _core
 
-    hashes = block_hashes(keys)
     tokens = keys * TOKENS_PER_BLOCK
     memory = keys * PAYLOAD_BYTES * 2 + (64 << 20)
     try:
@@ -46,6 +45,7 @@ def measure(keys: int, rounds: int) -> dict[str, Any]:
             f"--keys {keys}: {format_size(memory)} of memory are needed; give fewer keys ({error})"
         ) from None
     try:
+        hashes = block_hashes(keys)
         session = engine.register("undercroft bench lookup", GROUPS, TOKENS_PER_BLOCK)
         fill(session, hashes)
         submit, poll, ready = _lookups(session, hashes, tokens, rounds)
