@@ -17,7 +17,6 @@ use crate::policy::Leaf;
 use crate::slots::{Class, Owner, Run, slot_offset};
 use crate::work;
 
-use super::slots::Loss;
 use super::state::{Region, Residency};
 
 /// Candidates in each set of each other size class around which a class looks for a run.
@@ -470,16 +469,7 @@ impl Residency {
         }
         self.page_move_mut(region).spend(EVICTION_VISITS);
         work::eviction();
-        match tier {
-            Tier::Host => {
-                counters.host_evictions += 1;
-                self.free_host(id, group, Loss::Evicted);
-            }
-            Tier::Disk => {
-                counters.disk_evictions += 1;
-                self.free_disk(id, group, Loss::Evicted);
-            }
-        }
+        self.evict_payload((id, group), tier, counters);
         if let Some(parent) = self.parent(id) {
             self.inherit_touch(parent, tier, self.node(id).touch().last);
         }

@@ -232,15 +232,25 @@ impl Residency {
             if !all && node.requires(group) || !node.payload(group).is_readable(tier) {
                 continue;
             }
-            match tier {
-                Tier::Host => {
-                    counters.host_evictions += 1;
-                    self.free_host(id, group, Loss::Evicted);
-                }
-                Tier::Disk => {
-                    counters.disk_evictions += 1;
-                    self.free_disk(id, group, Loss::Evicted);
-                }
+            self.evict_payload((id, group), tier, counters);
+        }
+    }
+
+    /// Evicts a payload from a tier, and counts that.
+    pub(super) fn evict_payload(
+        &mut self,
+        (id, group): (NodeId, u8),
+        tier: Tier,
+        counters: &mut Counters,
+    ) {
+        match tier {
+            Tier::Host => {
+                counters.host_evictions += 1;
+                self.free_host(id, group, Loss::Evicted);
+            }
+            Tier::Disk => {
+                counters.disk_evictions += 1;
+                self.free_disk(id, group, Loss::Evicted);
             }
         }
     }
