@@ -9,9 +9,11 @@ import ctypes
 import os
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import fake_cuda
 
@@ -80,8 +82,21 @@ def prepare() -> None:
     import operators
 
     operators.install()
+    for module in (torch.accelerator, torch.cuda):
+        module.empty_cache = _after_streams(module.empty_cache)
     # It imports all models, and warms kernels up that the interpreter lacks.
     gpu_worker.kernel_warmup = lambda worker: None
     # vLLM opens the runtime library by its path, past the fake.
     runtime = cuda_wrapper.find_loaded_library("libcudart")
     cuda_wrapper.CudaRTLibrary.path_to_library_cache[runtime] = ctypes.CDLL(None)
+
+
+def _after_streams(empty_cache: Callable[[], None]) -> Callable[[], None]:
+    """``empty_cache`` when all streams have ended their work. It keeps Python's lock while the driver frees memory and
+    waits for the streams, and the work of these streams needs that lock."""
+
+    def emptied() -> None:
+        torch.accelerator.synchronize()
+        empty_cache()
+
+    return emptied
