@@ -466,9 +466,11 @@ impl Namespaces {
     /// Whether a write of the namespace table may be started, now or after a pause.
     #[inline]
     pub(super) fn has_writes(&self, residency: &Residency) -> bool {
-        self.entry_writes
-            .iter()
-            .any(|write| !write.failed || residency.disks()[write.device.index()].health.is_alive())
+        // Asked at the end of each entry, and nearly always empty.
+        !self.entry_writes.is_empty()
+            && self.entry_writes.iter().any(|write| {
+                !write.failed || residency.disks()[write.device.index()].health.is_alive()
+            })
     }
 
     /// Appends writes of the namespace table.
