@@ -30,8 +30,8 @@ PATIENCE_MS = 30_000.0
 
 def measure(keys: int, rounds: int, clients: int) -> dict[str, Any]:
     """Times of ``rounds`` lookups of ``keys`` blocks by one client, or lookups a second by several processes."""
-    hashes = block_hashes(keys)
     with _server(keys) as socket:
+        hashes = block_hashes(keys)
         engine, session = _connect(socket)
         try:
             fill(session, hashes)
