@@ -39,12 +39,18 @@ class Sleeping:
         self.release_pinned_memory = lambda: told.append("nothing is pinned")
 
 
-@pytest.mark.usefixtures("unpatched")
-def test_copies_end_before_the_device_loses_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What vLLM's worker and undercroft's connector in it are told, in order."""
     told: list[str] = []
     group: Any = SimpleNamespace(_connectors=[Sleeping(told)])
     monkeypatch.setattr("vllm.distributed.kv_transfer.has_kv_transfer_group", lambda: True)
     monkeypatch.setattr("vllm.distributed.kv_transfer.get_kv_transfer_group", lambda: group)
+    return told
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_copies_end_before_the_device_loses_its_memory(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
     monkeypatch.setattr(Worker, "sleep", lambda self, level=1: told.append(f"sleep {level}"))
     monkeypatch.setattr(Worker, "wake_up", lambda self, tags=None: told.append(f"wake {tags}"))
     monkeypatch.setattr(Worker, "discard", lambda self, tags: told.append(f"discard {tags}"))
@@ -65,11 +71,7 @@ def test_copies_end_before_the_device_loses_its_memory(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("unpatched")
-def test_nothing_is_pinned_when_a_tool_suspends_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    group: Any = SimpleNamespace(_connectors=[Sleeping(told)])
-    monkeypatch.setattr("vllm.distributed.kv_transfer.has_kv_transfer_group", lambda: True)
-    monkeypatch.setattr("vllm.distributed.kv_transfer.get_kv_transfer_group", lambda: group)
+def test_nothing_is_pinned_when_a_tool_suspends_the_device(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
     monkeypatch.setattr(Worker, "checkpoint_prepare", lambda self: told.append("prepared"))
     assert vllm_patches.leave_device_before_checkpoint(registration.ours_in)
     worker: Any = object.__new__(Worker)

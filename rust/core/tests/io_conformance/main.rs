@@ -18,7 +18,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 use undercroft_core::arena::Arena;
 use undercroft_core::checksum::checksum;
-use undercroft_core::io::fault::{FaultEngine, Noise, Rates, Script};
+use undercroft_core::io::fault::{FaultControl, FaultEngine, Noise, Rates, Script};
 use undercroft_core::io::fault_hook::{CallKind, Verdict};
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::uring::Uring;
@@ -483,16 +483,21 @@ fn the_kernels_own_errors_come_through(open: Open) {
     );
 }
 
-#[test]
-fn a_device_that_hangs_answers_when_it_is_released() {
+/// A rig whose device can be made to hang or to fail.
+fn faulty() -> (Rig, FaultControl) {
     let mut control = None;
-    let mut rig = Rig::with(|arena, device| {
+    let rig = Rig::with(|arena, device| {
         let inner = ThreadPool::new(DEPTH, arena, vec![device]).unwrap();
         let (engine, handle) = FaultEngine::new(inner);
         control = Some(handle);
         Box::new(engine)
     });
-    let control = control.unwrap();
+    (rig, control.unwrap())
+}
+
+#[test]
+fn a_device_that_hangs_answers_when_it_is_released() {
+    let (mut rig, control) = faulty();
     control.hang();
     rig.engine.submit(write(1, 0, 0, UNIT as u32));
     let mut out = Vec::new();
@@ -514,14 +519,7 @@ fn a_device_that_hangs_answers_when_it_is_released() {
 
 #[test]
 fn a_read_that_begins_after_the_device_hangs_does_not_end() {
-    let mut control = None;
-    let mut rig = Rig::with(|arena, device| {
-        let inner = ThreadPool::new(DEPTH, arena, vec![device]).unwrap();
-        let (engine, handle) = FaultEngine::new(inner);
-        control = Some(handle);
-        Box::new(engine)
-    });
-    let control = control.unwrap();
+    let (mut rig, control) = faulty();
     let checksum = rig.write(0, 0, UNIT as u32).unwrap();
     control.limit_reads(Some(0.0));
     // Between this request and the change of the rate the engine has not waited.
