@@ -261,6 +261,10 @@ fn a_replica_that_takes_over_the_only_shard_is_found() {
             .say("INFO replication")
             .contains("master_link_status:up")
     });
+    // A primary names no replica that has received nothing yet (`isReplicaAvailable`, Redis `src/cluster.c`), and an idle
+    // primary sends the first thing only after 10 s.
+    wait_until(|| primary.say("CLUSTER INFO").contains("cluster_state:ok"));
+    assert_eq!(primary.say("SET first write"), "+OK\r\n");
     wait_until(|| primary.say("CLUSTER SLOTS").contains(&id(&replica)));
     // The URL does not name the replica.
     let mut rig = Rig::new(&primary.url(), Box::new(())).unwrap();
