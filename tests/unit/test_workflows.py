@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -30,7 +31,19 @@ def test_a_workflow_calls_targets_and_files_that_exist(path: Path) -> None:
         for manifest in re.findall(r"--manifest-path (\S+)", str(step.get("with", {}).get("args", ""))):
             assert (ROOT / manifest).is_file()
         if step.get("run", "").startswith(".ci/"):
-            assert (ROOT / step["run"]).is_file()
+            assert (ROOT / step["run"].split()[0]).is_file()
+
+
+def test_the_jobs_side_by_side_run_all_that_make_test_runs() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    parts = [shlex.split(part) for part in jobs["test"]["strategy"]["matrix"]["make"]]
+    needed = re.search(r"^test: ([a-z -]+?)  ##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert needed is not None
+    assert {"lint"} | {part[0] for part in parts} == set(needed[1].split())
+    named = [path for part in parts for path in part[-1].removeprefix("TESTS=").split() if part[0] == "test-python"]
+    tests = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "tests").glob("*/**/test_*.py")}
+    assert {path for path in tests if not path.startswith(tuple(named))} == set()
+    assert len(named) == len(set(named)) and not list((ROOT / "tests").glob("test_*.py"))
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
