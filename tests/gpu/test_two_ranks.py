@@ -79,9 +79,9 @@ class Rank:
         self._worker.restore_kv_caches()
 
     def wait_until_pinned(self) -> None:
-        assert self._worker._attached is not None
-        assert self._worker._attached.pinner is not None
-        assert self._worker._attached.pinner.wait(60)
+        assert self._worker._arena.attached is not None
+        assert self._worker._arena.attached.pinner is not None
+        assert self._worker._arena.attached.pinner.wait(60)
 
     def driver(self) -> dict[str, Any]:
         """The fake driver's counts and violations."""

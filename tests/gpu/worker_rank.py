@@ -128,7 +128,7 @@ class Rank:
     def warm_up(self) -> None:
         """Attach, pin, and have every buffer made."""
         self.step(self.jobs(1, 1), self.jobs(1, 1))
-        pinner = self.worker._attached.pinner
+        pinner = self.worker._arena.attached.pinner
         assert pinner.wait(60) and pinner.pinned_bytes == self.arena.size
         self.step(self.jobs(1, 1), self.jobs(1, 1))
         self.finish()

@@ -30,7 +30,7 @@ class Slow(Attachments):
 
 def rank(host: Attachments) -> Rank:
     one = Rank(host)  # type: ignore[arg-type]
-    one.worker._attach_timeout_s = 0.0 if isinstance(host, Slow) else 60.0
+    one.worker._arena._timeout_s = 0.0 if isinstance(host, Slow) else 60.0
     one.worker.register_kv_caches(one.caches)
     return one
 
@@ -49,7 +49,7 @@ def test_an_arena_that_comes_after_its_attempt_is_given_up_is_let_go(how: str) -
     host = Slow()
     one = rank(host)
     begin(one)
-    attempt = one.worker._attempt
+    attempt = one.worker._arena._attempt
     assert attempt is not None
     assert host.asked.acquire(timeout=60)
     if how == "shutdown":
@@ -65,7 +65,7 @@ def test_an_arena_that_no_step_has_taken_is_let_go_with_its_session() -> None:
     host = Slow()
     one = rank(host)
     begin(one)
-    attempt = one.worker._attempt
+    attempt = one.worker._arena._attempt
     assert attempt is not None
     host.answers.set()
     assert attempt._ended.wait(60)
@@ -97,7 +97,7 @@ def test_an_arena_attached_early_whose_pinning_cannot_begin_is_let_go(monkeypatc
     host = Attachments()
     one = rank(host)
     one.worker.attach_early(Announced("/a", 10, 1))
-    early = one.worker._early
+    early = one.worker._arena._early
     assert early is not None
     assert early._ended.wait(60)
     assert host.made[("/a", 1)].gone == 1

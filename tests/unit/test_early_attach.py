@@ -65,7 +65,7 @@ def test_pinning_begins_before_the_first_step_which_uses_what_is_attached(pins: 
     one = rank(host)
     one.worker.attach_early(OURS)
     assert pins.began.acquire(timeout=60), "no step has run yet"
-    one.worker._early._ended.wait(60)
+    one.worker._arena._early._ended.wait(60)
     assert save(one)
     assert host.attempts == ["/a"]
     assert [pinner.address for pinner in pins.made] == [host.arenas["/a"].address]
@@ -79,7 +79,7 @@ def test_another_arena_than_the_announced_one_is_attached_anew(pins: Pins) -> No
     one = rank(host)
     one.worker.attach_early(OURS)
     assert pins.began.acquire(timeout=60)
-    one.worker._early._ended.wait(60)
+    one.worker._arena._early._ended.wait(60)
     assert save(one, "/b")
     assert host.attempts == ["/a", "/b"]
     assert pins.made[0].closed.wait(60), "what nobody uses is unpinned"
@@ -91,7 +91,7 @@ def test_an_announced_engine_that_cannot_be_attached_costs_the_first_job_nothing
     arena = host.arenas.pop("/a")
     one = rank(host)
     one.worker.attach_early(OURS)
-    one.worker._early._ended.wait(60)
+    one.worker._arena._early._ended.wait(60)
     host.arenas["/a"] = arena
     assert save(one), "the attempt before counts for nothing"
     assert host.attempts == ["/a", "/a"]
@@ -108,9 +108,9 @@ def test_an_attempt_that_ends_after_it_is_given_up_leaves_nothing_pinned(pins: P
         return plain(socket, session)
 
     one = rank(host)
-    one.worker._attach = slow
+    one.worker._arena._attach = slow
     one.worker.attach_early(OURS)
-    early = one.worker._early
+    early = one.worker._arena._early
     assert arrived.wait(60)
     one.worker.shutdown()
     go.set()
@@ -122,7 +122,7 @@ def test_shutdown_lets_go_of_what_no_step_has_used(pins: Pins) -> None:
     one = rank(Host())
     one.worker.attach_early(OURS)
     assert pins.began.acquire(timeout=60)
-    one.worker._early._ended.wait(60)
+    one.worker._arena._early._ended.wait(60)
     one.worker.shutdown()
     assert pins.made[0].closed.is_set()
 

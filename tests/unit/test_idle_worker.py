@@ -167,10 +167,10 @@ def test_an_arena_that_no_session_holds_is_released_after_a_minute(
     assert host.made[("/a", 1)].gone == 1
     host.now += 59
     one.worker.release_unserved()
-    assert one.worker._attached is not None, "the next session may have the same arena"
+    assert one.worker._arena.attached is not None, "the next session may have the same arena"
     host.now += 2
     one.worker.release_unserved()
-    assert one.worker._attached is None
+    assert one.worker._arena.attached is None
     pinner.unpins.set()
     assert pinner.closed.wait(60)
     one.worker.shutdown()
@@ -219,13 +219,13 @@ def test_the_memory_of_a_server_that_ends_is_unmapped_without_a_step(tmp_path: P
         until("connected", peer.is_up)
         address = peer.engine.arena
         one = Rank(SimpleNamespace(attach=_core.Arena.attach, now=0.0))  # type: ignore[arg-type]
-        one.worker._attach_timeout_s = 60.0
+        one.worker._arena._timeout_s = 60.0
         one.worker.register_kv_caches(one.caches)
         save = job(1, [1], [0], session=address.session)
         metadata = UndercroftMetadata(address.socket, address.arena_id, address.session, saves=[save])
         assert one.step(metadata)[2] == UndercroftWorkerMetadata({1: 1})
-        assert one.worker._attached is not None
-        inode = os.fstat(one.worker._attached.mapping.fileno()).st_ino
+        assert one.worker._arena.attached is not None
+        inode = os.fstat(one.worker._arena.attached.mapping.fileno()).st_ino
         assert is_mapped(inode)
         server.stop(number)
         until("unmapped", lambda: not is_mapped(inode))

@@ -380,14 +380,14 @@ def test_an_arena_that_serves_no_more_is_let_go_of(host: Host, why: str, monkeyp
     one.worker.register_kv_caches(one.caches)
     assert one.step(meta(saves=[job(1, [2], [0])]))[2] == UndercroftWorkerMetadata({1: 1})
     one.step(meta())
-    assert one.worker._attached is not None and one.worker._attached.mapping is old
+    assert one.worker._arena.attached is not None and one.worker._arena.attached.mapping is old
     if why == "its engine has gone":
         old.is_served = False
         # The watcher sees it, since steps without transfers do not look.
         one.worker.release_unserved()
     else:
         one.step(meta(socket="/b"))
-    assert one.worker._attached is None and one.worker._copier is None
+    assert one.worker._arena.attached is None and one.worker._copier is None
     host.arenas["/b"] = Arena.create(ARENA)
     assert one.step(meta(socket="/b", saves=[job(2, [2], [0])]))[2] == UndercroftWorkerMetadata({2: 1})
     assert host.attempts == ["/a", "/b"]

@@ -10,6 +10,7 @@ from kv_caches import allocate, block_content
 from slow_rank import Attachments, SlowRank
 from test_worker import Host, job, meta
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.worker.attached import AttachedArena
 from undercroft.device.api import Ended
 from undercroft.device.cuda import CudaCopier
 
@@ -115,7 +116,7 @@ def test_an_arena_is_released_after_its_last_copy_and_no_step_waits(monkeypatch:
     one.hooks(step(1, loads=[job(2, [2], [0], "a", 1)], saves=[job(3, [3], [8192], session=1)]))
     old = host.made[("/a", 1)]
     discarded: list[Any] = []
-    monkeypatch.setattr(one.worker, "_discard", discarded.append)
+    monkeypatch.setattr(AttachedArena, "discard", lambda arena: discarded.append(arena))
     if why == "ended":
         old.is_served = False
         one.hooks(step(1))

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from undercroft._core import Arena
 from undercroft.compat import KVConnectorTransferResults
 from undercroft.connector.announcement import Announced
-from undercroft.connector.metadata import TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
-from undercroft.connector.worker.attached import AttachedArena, EarlyAttempt
-from undercroft.connector.worker.attaching import AttachAttempt
+from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.worker.attachment import Attachment, AttachPendingError, WorkerError
 from undercroft.connector.worker.outcomes import Outcomes
 from undercroft.connector.worker.watching import WATCH_S, Watcher
 from undercroft.device.api import GATHER_BELOW, DeviceCopier, Job
@@ -34,25 +33,25 @@ if TYPE_CHECKING:
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-ATTACH_RETRY_S = 1.0
-"""Pause after a failed attempt to attach the arena. Every failure doubles it, up to ATTACH_RETRY_MAX_S."""
-ATTACH_RETRY_MAX_S = 60.0
-UNHELD_S = 60.0
-"""How long an arena stays attached for the next session after the end of a session."""
 ATTACH_TIMEOUT_S = 1.0
 """Longest wait of a step for the arena of an engine in a vLLM process of this host."""
 
 
-class WorkerError(Exception):
-    """Copies are impossible now; the message says why."""
-
-
-class _AttachPendingError(WorkerError):
-    """The attempt to attach is under way."""
-
-
 class _DeclinedError(WorkerError):
     """This half is off, but the scheduler's half is not."""
+
+
+class _Share(NamedTuple):
+    """The part of the KV cache that this rank copies: ranks with the same KV, which are neighbours, share one shard."""
+
+    shard: int
+    replica: int
+    replicas: int
+
+    def of(self, job: TransferJob) -> list[GroupCopy]:
+        """This rank's part of a save: the replicas of a shard take turns by block."""
+        turns = [group.turn(self.replica, self.replicas) for group in job.groups]
+        return [turn for turn in turns if turn.block_ids.size]
 
 
 class _Running(NamedTuple):
@@ -72,13 +71,6 @@ def _exclusive(method: _Method) -> _Method:
             return method(self, *args, **kwargs)
 
     return cast("_Method", locked)
-
-
-class _Leaving(NamedTuple):
-    """An arena that no new job uses. All running copies use it, and it is released after them."""
-
-    arena: AttachedArena
-    copier: DeviceCopier | None
 
 
 class WorkerConnector:
@@ -105,34 +97,24 @@ class WorkerConnector:
         """
         self._declined = declined
         parallel = vllm_config.parallel_config
-        # Neighbouring ranks with the same KV share one shard. There is only one pipeline stage.
-        self._replicas = kv_replicas(kv_cache_config)
-        self._shard, self._replica = divmod(parallel.rank % parallel.tensor_parallel_size, self._replicas)
+        # There is only one pipeline stage.
+        replicas = kv_replicas(kv_cache_config)
+        shard, replica = divmod(parallel.rank % parallel.tensor_parallel_size, replicas)
+        self._share = _Share(shard, replica, replicas)
         self._config = kv_cache_config
-        self._attach = attach
         self._gather_below = gather_below
-        self._clock = clock
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._layout: DeviceLayout | None = None
+        self._arena = Attachment(attach, clock, attach_timeout_s)
         self._copier: DeviceCopier | None = None
-        self._attached: AttachedArena | None = None
-        self._leaving: _Leaving | None = None
-        self._early: EarlyAttempt | None = None
-        """The attempt to attach the arena before the first step, which takes over the result."""
-        self._unheld_at = 0.0
+        """Copies to and from the attached arena, or from one that is leaving: never both."""
+        self._running: dict[int, _Running] = {}
+        self._next_ticket = 1
+        self._outcomes = Outcomes()
         self._watcher: Watcher | None = None
         self._lock = threading.RLock()
         """Held by each method, for a moment: no method but `shutdown`, `release_arena` and those for
         sleep waits for the device."""
-        self._unpinning: list[threading.Thread] = []
-        self._arena_key: tuple[str, int, int] | None = None
-        self._attach_timeout_s = attach_timeout_s
-        self._attempt: AttachAttempt | None = None
-        self._attach_failures = 0
-        self._attach_after = 0.0
-        self._running: dict[int, _Running] = {}
-        self._next_ticket = 1
-        self._outcomes = Outcomes()
         self._log_once = LogOnce()
 
     @_exclusive
@@ -153,9 +135,9 @@ class WorkerConnector:
     @_exclusive
     def attach_early(self, announced: Announced) -> None:
         """Attach and pin the arena in the background before the first step, if this device uses pinned memory."""
-        if self._layout is not None and uses_pinned(self._layout.device) and self._arena_key is None:
+        if self._layout is not None and uses_pinned(self._layout.device) and self._arena.key is None:
             self._watch()
-            self._early = EarlyAttempt(self._attach, self._layout.device, announced)
+            self._arena.attach_early(self._layout.device, announced)
 
     @_exclusive
     def unregister_kv_caches(self) -> None:
@@ -177,21 +159,13 @@ class WorkerConnector:
     def start_load_kv(self, metadata: UndercroftMetadata) -> None:
         """Start the loads of this step. Raises nothing: a load that cannot start is reported as failed."""
         is_idle = not (metadata.loads or metadata.saves or metadata.failed_loads or self._running)
-        if not is_idle or not self._has_arena_of(metadata):
+        if not is_idle or not self._arena.is_only_for(metadata):
             self._start_loads(metadata)
-
-    def _has_arena_of(self, metadata: UndercroftMetadata) -> bool:
-        """Whether no arena but that of the metadata is in use or being attached. The watcher releases one whose engine
-        has ended."""
-        if self._early is not None:
-            return False
-        is_unused = self._attached is None and self._attempt is None
-        return is_unused or self._arena_key == _arena_key(metadata)
 
     @_exclusive
     def _start_loads(self, metadata: UndercroftMetadata) -> None:
         try:
-            self._leave_old_arena(metadata)
+            self._leave_old(metadata)
         except Exception as error:
             # vLLM waits for the loads of this step even if the old arena cannot be released.
             self._report(error)
@@ -232,7 +206,7 @@ class WorkerConnector:
             return self._outcomes.take_counters()
 
     def _has_nothing_to_report(self) -> bool:
-        return not self._running and self._leaving is None and not self._outcomes.has_reports
+        return not self._running and self._arena.leaving is None and not self._outcomes.has_reports
 
     def shutdown(self) -> None:
         """Wait for running copies and release the arena. Idempotent."""
@@ -246,12 +220,10 @@ class WorkerConnector:
     def release_arena(self) -> None:
         """Wait for running copies, and release and unpin the arena. The next job attaches it again."""
         with self._lock:
-            self._take_over_early()
-            self._abandon_attempt()
+            self._arena.end_attempts()
             self._end_copies()
             self._set_aside()
-        while self._unpinning:
-            self._unpinning.pop().join()
+        self._arena.wait_for_unpinning()
 
     @_exclusive
     def release_unserved(self) -> None:
@@ -260,20 +232,13 @@ class WorkerConnector:
 
         An idle or sleeping vLLM has no steps, and its host may lack the memory for a new engine's arena meanwhile.
         """
-        if self._early is not None and self._early.has_ended:
-            self._take_over_early()
-        if self._attempt is not None and not self._attempt.is_served:
-            self._abandon_attempt()
-        attached = self._attached
+        self._arena.poll_attempts()
+        attached = self._arena.attached
         if attached is not None:
             self._outcomes.registered(attached.newly_registered())
         if self._running and (attached is None or not attached.is_held or not attached.is_served):
             self._collect_late()
-        if attached is None or self._running:
-            return
-        # Without an attachment the end of the engine cannot be seen.
-        is_expired = not attached.is_held and self._clock() - self._unheld_at > UNHELD_S
-        if is_expired or not attached.is_served:
+        if not self._running and self._arena.is_over():
             self._set_aside()
 
     def _watch(self) -> None:
@@ -284,7 +249,7 @@ class WorkerConnector:
         """Start all jobs of one direction in a step with one call of the copier, or report them as failed."""
         if not jobs:
             return
-        if to_arena and self._replicas > 1:
+        if to_arena and self._share.replicas > 1:
             jobs = self._saved_here(jobs)
         current = [job for job in jobs if job.session == metadata.arena_session]
         if len(current) < len(jobs):
@@ -321,15 +286,10 @@ class WorkerConnector:
             self._outcomes.end(job, to_arena, ok=False)
 
     def _saved_here(self, jobs: Sequence[TransferJob]) -> list[TransferJob]:
-        """The part of each save that this rank copies: ranks with the same KV take turns by block.
-
-        A save without a part for this rank ends at once.
-        """
+        """The part of each save that this rank copies. A save without a part for this rank ends at once."""
         mine = []
         for job in jobs:
-            turns = [group.turn(self._replica, self._replicas) for group in job.groups]
-            groups = [turn for turn in turns if turn.block_ids.size]
-            if groups:
+            if groups := self._share.of(job):
                 mine.append(replace(job, groups=groups))
             else:
                 self._outcomes.end(job, True, ok=True)
@@ -341,150 +301,80 @@ class WorkerConnector:
             raise _DeclinedError(self._declined)
         if self._layout is None:
             raise WorkerError("the KV cache is not registered, or its layout was declined")
-        key = _arena_key(metadata)
-        if key != self._arena_key:
-            self._leave_old_arena(metadata)
-            self._arena_key = key
-            self._attach_failures = 0
-            self._attach_after = 0.0
-        if self._leaving is not None:
+        if not self._arena.is_named_by(metadata):
+            self._leave_old(metadata)
+            self._arena.turn_to(metadata)
+        if self._arena.leaving is not None:
             # Another copier would need device memory of its own, beyond the memory that vLLM leaves free.
             raise WorkerError("copies on the arena of another engine still run; until they end, all new copies fail")
-        if self._copier is None or self._attached is None or not self._attached.is_held:
-            self._copier = self._attached_copier(key, self._layout)
+        attached = self._arena.attached
+        if self._copier is None or attached is None or not attached.is_held:
+            self._copier = self._attached_copier(self._layout)
         return self._copier
 
-    def _attached_copier(self, key: tuple[str, int, int], layout: DeviceLayout) -> DeviceCopier:
+    def _attached_copier(self, layout: DeviceLayout) -> DeviceCopier:
         """Attach the arena, with a pause after a failure: a frozen engine must not delay every step."""
-        if self._clock() < self._attach_after:
-            raise WorkerError(f"the arena at {key[0]} cannot be attached now; undercroft tries again later")
+        self._arena.refuse_in_pause()
         try:
-            if self._attached is None or not self._attached.is_held:
-                self._attached = self._attach_now(key, layout)
+            self._watch()
+            attached = self._arena.attach(layout.device)
             return self._copier or make_copier(
-                layout, self._attached.mapping, self._shard, self._attached.pinner, self._gather_below
+                layout, attached.mapping, self._share.shard, attached.pinner, self._gather_below
             )
-        except _AttachPendingError:
+        except AttachPendingError:
             raise
         except Exception:
-            wait = min(ATTACH_RETRY_S * 2**self._attach_failures, ATTACH_RETRY_MAX_S)
-            self._abandon_attempt()
-            self._attach_failures += 1
-            self._attach_after = self._clock() + wait
+            self._arena.pause()
             self._set_aside()
             raise
 
-    def _attach_now(self, key: tuple[str, int, int], layout: DeviceLayout) -> AttachedArena:
-        """Attach the arena. If the lost session's arena is the same, its mapping and pinned memory are used again."""
-        socket, arena_id, session = key
-        self._watch()
-        # Only the first step of an attempt waits.
-        timeout_s = self._attach_timeout_s if self._attempt is None else 0.0
-        self._attempt = self._attempt or AttachAttempt(self._attach, socket, session)
-        arena = self._attempt.arena(timeout_s)
-        if arena is None:
-            raise _AttachPendingError(f"the engine at {socket} has not handed out its arena yet")
-        self._attempt = None
-        if arena.arena_id != arena_id:
-            arena.let_go()
-            raise WorkerError(f"{socket} hands out arena {arena.arena_id}, expected {arena_id}")
-        if self._attached is None:
-            return AttachedArena(layout.device, arena)
-        self._attached.hold_for(arena)
-        return self._attached
-
-    def _abandon_attempt(self) -> None:
-        attempt, self._attempt = self._attempt, None
-        if attempt is not None:
-            attempt.abandon()
-
-    def _leave_old_arena(self, metadata: UndercroftMetadata) -> None:
-        """End the use of the arena for a session that is over. Its mapping stays if the next session may have it."""
-        self._take_over_early()
-        if _arena_key(metadata) != self._arena_key:
-            self._abandon_attempt()
-        attached = self._attached
-        if attached is None:
-            return
-        if not attached.is_held:
-            is_same = attached.arena_id == metadata.arena_id
-        elif _arena_key(metadata) == self._arena_key and attached.is_served:
-            return
-        else:
-            is_same = (metadata.arena_socket, metadata.arena_id) == (self._arena_key or ("", 0))[:2]
-        if not is_same or not attached.is_served:
-            # Another engine follows, which may need the memory of this arena.
-            self._set_aside()
-        elif attached.is_held:
-            # A lost session ends when no worker copies for it any more. Its server may still run, with the same arena.
-            assert self._arena_key is not None
-            attached.end_session(self._arena_key[2])
-            self._unheld_at = self._clock()
+    def _leave_old(self, metadata: UndercroftMetadata) -> None:
+        """End the use of an arena or a session that is not the metadata's."""
+        if self._arena.leave_old(metadata):
             self._collect()
 
     def _set_aside(self) -> None:
         """Use the arena for no new job, and release it when no copy runs. Waits for nothing."""
-        attached, self._attached = self._attached, None
-        copier, self._copier = self._copier, None
-        if attached is not None:
-            assert self._leaving is None, "no arena is attached while another one is leaving"
-            self._leaving = _Leaving(attached, copier)
-            self._collect()
-
-    def _take_over_early(self) -> None:
-        """Use the arena that was attached before the first step as if a step had attached it."""
-        early, self._early = self._early, None
-        if early is not None and (attached := early.take()) is not None:
-            told = early.announced
-            self._attached, self._arena_key = attached, (told.socket, told.arena_id, told.session)
-
-    def _discard(self, attached: AttachedArena) -> None:
-        self._unpinning = [thread for thread in self._unpinning if thread.is_alive()]
-        if (thread := attached.discard()) is not None:
-            self._unpinning.append(thread)
+        self._arena.set_aside()
+        self._collect()
 
     def _end_copies(self) -> None:
         """Wait until all copies have ended, and keep their results for the next report."""
-        copier = self._copier if self._leaving is None else self._leaving.copier
-        if copier is not None:
-            copier.drain()
+        if self._copier is not None:
+            self._copier.drain()
             self._collect()
+        self._close_copier()
+
+    def _close_copier(self) -> None:
         copier, self._copier = self._copier, None
         if copier is not None:
             copier.close()
 
     def _collect(self) -> None:
         """Report the jobs that have ended. Then let the engine reuse the slots of sessions that are over."""
-        copier = self._copier if self._leaving is None else self._leaving.copier
-        if copier is not None and self._running:
-            for ticket, ok, seconds in copier.poll():
+        if self._copier is not None and self._running:
+            for ticket, ok, seconds in self._copier.poll():
                 ended = self._running.pop(ticket, None)
                 if ended is None:
                     # An exception here would lose the ends of all jobs that this call of `poll` has returned.
                     self._report(WorkerError(f"the copier reports job {ticket}, which is unknown"))
                     continue
                 self._outcomes.copied(ended.to_arena, ended.bytes, seconds)
-                self._outcomes.end(ended.job, ended.to_arena, ok=ok and not self._is_over(ended.job))
-        if self._leaving is None:
-            if self._attached is not None and self._attached.ended:
-                self._attached.let_go_of_ended(one.job.session for one in self._running.values())
+                is_over = self._arena.is_session_over(ended.job.session)
+                self._outcomes.end(ended.job, ended.to_arena, ok=ok and not is_over)
+        if self._arena.leaving is None:
+            attached = self._arena.attached
+            if attached is not None and attached.ended:
+                attached.let_go_of_ended(one.job.session for one in self._running.values())
         elif not self._running:
-            leaving, self._leaving = self._leaving, None
-            if leaving.copier is not None:
-                leaving.copier.close()
-            leaving.arena.let_go()
-            self._discard(leaving.arena)
+            self._close_copier()
+            self._arena.release_leaving()
 
     def _collect_late(self) -> None:
         """Collect without a step: copies may end after the last step, since vLLM makes no step for a late save."""
-        copier = self._copier if self._leaving is None else self._leaving.copier
-        if copier is not None:
-            copier.select()
+        if self._copier is not None:
+            self._copier.select()
         self._collect()
-
-    def _is_over(self, job: TransferJob) -> bool:
-        """Whether the job's session has ended: its results count for nothing."""
-        return self._leaving is not None or (self._attached is not None and self._attached.is_over(job.session))
 
     def _report(self, error: Exception) -> None:
         """Log an error once per kind; a broken cache must not flood the log."""
@@ -498,7 +388,3 @@ class WorkerConnector:
         kind = str(error) if isinstance(error, WorkerError) else type(error).__name__
         message = "undercroft: a copy job cannot start and is skipped (%s: %s)"
         self._log_once(logging.WARNING, kind, message, type(error).__name__, error)
-
-
-def _arena_key(metadata: UndercroftMetadata) -> tuple[str, int, int]:
-    return metadata.arena_socket, metadata.arena_id, metadata.arena_session
