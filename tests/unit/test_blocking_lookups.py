@@ -76,7 +76,7 @@ class Clock:
             return answered
 
         world.session.wait = wait
-        world.connector._blocking._clock = lambda: self.now
+        world.connector.lookups.blocking._clock = lambda: self.now
 
 
 def test_all_blocking_lookups_of_one_pass_wait_for_one_timeout_together():

@@ -127,8 +127,8 @@ def test_a_save_that_is_dropped_before_its_grant_does_not_count_as_saved():
     world.connector._saves.invalidate(set(world.tables["a"][0]))
     world.session.is_slow = False
     assert world.step().saves == []
-    state = world.connector._requests["a"]
-    assert (state.saved_tokens, state.windows_kept) == (0, 0)
+    saving = world.connector._requests["a"].saving
+    assert (saving.saved_tokens, saving.windows_kept) == (0, 0)
 
 
 def test_a_server_that_does_not_answer_keeps_no_blocks(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ from fake_core import SLOT
 from fake_vllm import BLOCK, Blocks, Request, worker_output
 from scheduler_world import World, tokens
 from undercroft.connector.groups import Groups
-from undercroft.connector.scheduler import scheduler as module
+from undercroft.connector.scheduler import due_saves, lookups
 
 
 def test_prefill_saves_every_full_block_with_its_device_block():
@@ -253,9 +253,9 @@ def test_endless_wait_is_given_up(monkeypatch):
     world.session.lower()
     request = Request("b", [*prefix, 1])
     now = [0.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(lookups, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     assert world.connector.get_num_new_matched_tokens(request, 0) == (None, False)
-    now[0] = module.LOOKUP_DEADLINE_S + 1
+    now[0] = lookups.LOOKUP_DEADLINE_S + 1
     assert world.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     world.session.promote()
     assert world.connector.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -460,7 +460,7 @@ def test_refused_save_is_tried_again_and_at_the_end():
     assert len(world.session.host) == 1
     world.engine.capacity = 2
     saves = 0
-    for token in range(module._RETRY_STEPS + 1):
+    for token in range(due_saves._RETRY_STEPS + 1):
         request.append(token)
         meta = world.step([(request, 1)])
         saves += len(meta.saves)
@@ -479,16 +479,16 @@ def test_refused_saves_come_back_one_after_the_other_and_ever_less_often():
     for request in requests:
         world.prefill(request)
     asked = world.session.calls
-    steps = 4 * module._RETRY_STEPS
+    steps = 4 * due_saves._RETRY_STEPS
     per_step = []
     for _ in range(steps):
         before = len([call for call in asked if call[0] == "begin_save"])
         world.answer(world.step([(request, 0) for request in requests]))
         per_step.append(len([call for call in asked if call[0] == "begin_save"]) - before)
     # At first all within eight steps, and never all in one.
-    assert sum(per_step[: module._RETRY_STEPS + 1]) >= len(requests)
+    assert sum(per_step[: due_saves._RETRY_STEPS + 1]) >= len(requests)
     assert max(per_step) <= len(requests) // 2
-    assert sum(per_step) < len(requests) * steps // module._RETRY_STEPS
+    assert sum(per_step) < len(requests) * steps // due_saves._RETRY_STEPS
 
 
 def test_lookup_starts_at_arrival_unless_switched_off_or_incomplete():

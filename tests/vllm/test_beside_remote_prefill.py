@@ -77,10 +77,11 @@ def test_what_another_connector_brings_counts_for_the_threshold_and_is_left_to_i
     one.idle_steps()
     assert one.reset_device_cache()
     # Undercroft has saved it meanwhile, and would load it.
-    session = ours_of(one)._scheduler._session
+    lookups = ours_of(one)._scheduler.lookups
+    session = lookups._session
     asked: list[str] = []
     watched = {name: watch(session, name, asked) for name in ("prefetch", "lookup")}
-    ours_of(one)._scheduler._session = Override(session, watched)
+    lookups._session = Override(session, watched)
     again = one.generate(FIRST, TOKENS, params=dict(REMOTE))
     assert (again.cached, again.tokens, asked) == (WHOLE, reference(FIRST, TOKENS), [])
     one.idle_steps()

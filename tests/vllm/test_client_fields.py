@@ -140,7 +140,7 @@ def test_no_client_makes_the_scheduler_wait_for_a_disk(engine: Make, llama: Path
     first.close()
     running = engine(llama, options, blocks=64)
     waits: list[Any] = []
-    running.connector._scheduler._blocking.wait = lambda *asked: waits.append(asked)
+    running.connector._scheduler.lookups.blocking.wait = lambda *asked: waits.append(asked)
     asks = {"lookup": "blocking", "lookup_timeout_ms": 60_000, "promotion_wait": "complete"}
     found = running.generate(ids, 2, params=asks)
     assert (found.tokens, found.cached) == (expected, 5 * BLOCK)

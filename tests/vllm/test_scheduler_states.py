@@ -286,9 +286,9 @@ def test_a_late_answer_for_a_hit_without_states_begins_no_reads_anew(
         one.add("long", [*ids[: 4 * BLOCK], *[9] * (2 * BLOCK), 7], 1).skip_reading_prefix_cache = True
         one.run()
         assert engine.limit_reads(8_000.0)
-        half, answers = one.scheduler.connector._scheduler, []
-        look_up = half._look_up
-        monkeypatch.setattr(half, "_look_up", lambda *args: answers.append(look_up(*args)) or answers[-1])
+        lookups, answers = one.scheduler.connector._scheduler.lookups, []
+        look_up = lookups._look_up
+        monkeypatch.setattr(lookups, "_look_up", lambda *args: answers.append(look_up(*args)) or answers[-1])
         one.add("same", ids, 4)
         while not one.outputs["same"]:
             one.step()

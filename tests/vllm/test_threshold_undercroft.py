@@ -172,7 +172,8 @@ def test_a_broken_cache_leaves_what_the_device_holds(start: Start, monkeypatch: 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.session, name)
 
-    monkeypatch.setattr(one.connector._scheduler, "_session", Broken(one.connector._scheduler._session))
+    lookups = one.connector._scheduler.lookups
+    monkeypatch.setattr(lookups, "_session", Broken(lookups._session))
     assert measured(one.generate(WHOLE, 2, params=limit(0.5))) == (256, 0, 897)
     assert not rejected(one.generate(WHOLE, 2, params=limit(0.2)))
     monkeypatch.undo()

@@ -101,7 +101,7 @@ def start_scheduler(
             report,
             needed_tokens,
         )
-        scheduler.saves_sessions = vllm_config.speculative_config is None
+        scheduler.due_saves.saves_sessions = vllm_config.speculative_config is None
         at_version = partial(weight_version, description) if config.share_weight_versions else None
         resets = Resets(scheduler, config.reset_with_prefix_cache, at_version)
         events = events_of(vllm_config, session, groups, kv_cache_config)
@@ -130,7 +130,7 @@ def _requests(
         session,
         groups,
         counts,
-        scheduler.complete_hashes,
+        scheduler.due_saves.complete_hashes,
         may_end=vllm_patches.problem(vllm_patches.HIT_THRESHOLD) is None,
         is_allowed="hints" in config.client_fields,
     )

@@ -16,7 +16,7 @@ from undercroft.log import LogOnce
 
 if TYPE_CHECKING:
     from undercroft._core import Session
-    from undercroft.connector.scheduler.request_state import RequestState
+    from undercroft.connector.scheduler.request_state import Question
 
 _WARN_AGAIN_S = 60.0
 
@@ -36,25 +36,25 @@ class BlockingWaits:
         """The scheduler's pass has ended."""
         self._pass_ends = None
 
-    def wait(self, state: RequestState, name: str) -> bool:
+    def wait(self, question: Question, timeout_s: float, name: str) -> bool:
         """Wait for the answer to the lookup ``name`` of a request. Returns whether the request's own time is over.
 
         False: the lookup is answered, or this pass has waited long enough.
         """
         now = self._clock()
-        if state.waits_until is None:
-            state.waits_until = now + state.lookup.timeout_s
+        if question.waits_until is None:
+            question.waits_until = now + timeout_s
         if self._pass_ends is None:
             self._pass_ends = now + self._timeout_s
-        rest = min(state.waits_until, self._pass_ends) - now
+        rest = min(question.waits_until, self._pass_ends) - now
         if rest > 0 and self._session.wait(name, rest):
             return False
-        if state.waits_until > self._pass_ends:
+        if question.waits_until > self._pass_ends:
             return False
         self._log_rarely(
             logging.WARNING,
             "timed_out",
             "undercroft: a blocking lookup reached lookup_timeout_ms (%g): the hit ends with the part in host memory",
-            state.lookup.timeout_s * 1e3,
+            timeout_s * 1e3,
         )
         return True

@@ -16,11 +16,11 @@ def kept_boundaries(
     if not groups.has_windows:
         return set()
     request, align = state.request, groups.align
-    begin = state.windows_kept
+    begin = state.saving.windows_kept
     # A hit of an equal prompt ends before its last token. A hit of a longer prompt may end after it.
     ends = {align(request.num_prompt_tokens - 1), align(request.num_prompt_tokens)}
     ends |= {
-        state.shared_boundary,
+        state.saving.shared_boundary,
         align(getattr(request, "shared_prefix_boundary", 0)),
         align(state.num_computed_tokens),
     }

@@ -159,7 +159,8 @@ class Attachment:
 
         Returns whether a session's use has ended.
         """
-        self._take_over_early()
+        if self._early is not None:
+            self._take_over_early()
         is_named = self.key == _key(metadata)
         if not is_named:
             self._abandon_attempt()

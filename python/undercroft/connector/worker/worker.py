@@ -165,7 +165,8 @@ class WorkerConnector:
     @_exclusive
     def _start_loads(self, metadata: UndercroftMetadata) -> None:
         try:
-            self._leave_old(metadata)
+            if self._arena.leave_old(metadata):
+                self._collect()
         except Exception as error:
             # vLLM waits for the loads of this step even if the old arena cannot be released.
             self._report(error)
@@ -302,7 +303,8 @@ class WorkerConnector:
         if self._layout is None:
             raise WorkerError("the KV cache is not registered, or its layout was declined")
         if not self._arena.is_named_by(metadata):
-            self._leave_old(metadata)
+            if self._arena.leave_old(metadata):
+                self._collect()
             self._arena.turn_to(metadata)
         if self._arena.leaving is not None:
             # Another copier would need device memory of its own, beyond the memory that vLLM leaves free.
@@ -327,11 +329,6 @@ class WorkerConnector:
             self._arena.pause()
             self._set_aside()
             raise
-
-    def _leave_old(self, metadata: UndercroftMetadata) -> None:
-        """End the use of an arena or a session that is not the metadata's."""
-        if self._arena.leave_old(metadata):
-            self._collect()
 
     def _set_aside(self) -> None:
         """Use the arena for no new job, and release it when no copy runs. Waits for nothing."""
