@@ -16,6 +16,8 @@ Rules of counting:
   for one in another (`VARIANTS`).
 - ``widest struct``: named fields of one struct in production Rust. ``widest struct of state`` leaves out lists of
   options and of metrics (`LISTS`).
+- ``attributes of the widest Python class``: names that a class of ``python/undercroft`` assigns on ``self`` or declares
+  in its body with a type. Lists of options (`LISTS`) and the classes that vLLM makes (`FACADES`) do not count.
 - ``files of one type``: files of ``rust/*/src``, ``sim`` too, with an ``impl`` of the type itself.
 - ``longest function``: from the line of ``fn`` or ``def`` to its last line; Python counts ``python/undercroft``.
 - ``option places``: lines of code (no comment, no docstring) of ``python/undercroft`` and production Rust that hold the
@@ -49,6 +51,7 @@ VARIANTS = "Embedded|Served|Own|Owned|Owner|Local|Shared|Remote|Client"
 FIELDS = 12
 LINES = 70
 LISTS = ("Config", "Counters", "Gauges")
+FACADES = ("UndercroftConnector", "UndercroftTier")
 SPREAD = ("Residency", "Engine", "World", "Remote")
 NOT_PRODUCTION = {"sim", "bench", "pyo3-bench"}
 BINDINGS = {"python", "pyo3"}
@@ -60,6 +63,7 @@ RATCHET = (
     f"Rust functions over {LINES} lines",
     "lines of the longest Python function",
     f"Python functions over {LINES} lines",
+    "attributes of the widest Python class",
     "type names that exist twice",
     "saturated conversions",
     "import circles",
@@ -157,6 +161,25 @@ def python_functions(text: str) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def python_classes(text: str) -> Iterator[tuple[str, int]]:
+    """Each class of a Python file, and the number of its attributes: those of a class inside it are its own."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            yield node.name, len(set(_attributes(node.body)))
+
+
+def _attributes(body: Iterable[ast.stmt]) -> Iterator[str]:
+    for statement in body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(statement):
+            match node:
+                case ast.Attribute(value=ast.Name("self"), attr=name, ctx=ast.Store()):
+                    yield name
 
 
 def mode_matches(code: str) -> int:
@@ -340,6 +363,12 @@ def measure(root: Path) -> dict[str, Any]:
         for path in python_files(root)
         for name, lines in python_functions(path.read_text(encoding="utf-8"))
     ]
+    every_class = [
+        (attributes, name, path.relative_to(root))
+        for path in python_files(root)
+        for name, attributes in python_classes(path.read_text(encoding="utf-8"))
+        if not name.endswith(LISTS) and name not in FACADES
+    ]
     types = Counter(name for one in code.values() for name in re.findall(r"\b(?:struct|enum|trait) (\w+)", one))
     whole = "\n".join(code.values())
     kinds = {
@@ -362,6 +391,7 @@ def measure(root: Path) -> dict[str, Any]:
         f"Rust functions over {LINES} lines": [f"{name} {lines}" for lines, name, _ in every_function if lines > LINES],
         "lines of the longest Python function": _worst(every_python),
         f"Python functions over {LINES} lines": [f"{name} {lines}" for lines, name, _ in every_python if lines > LINES],
+        "attributes of the widest Python class": _worst(every_class),
         f"places of {OPTION}": option_places(root, rust, OPTION),
         "type names that exist twice": sorted(f"{name} {count}" for name, count in types.items() if count > 1),
         "saturated conversions": sum(saturated(one) for one in code.values()),

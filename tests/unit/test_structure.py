@@ -61,6 +61,27 @@ def test_python_functions_count_their_lines() -> None:
     assert list(structure.python_functions("def f():\n    a = 1\n\n    return a\n")) == [("f", 4)]
 
 
+def test_python_classes_count_what_they_declare_and_assign_on_themselves() -> None:
+    text = """
+class Outer:
+    declared: int = 0
+    CONSTANT = 1
+
+    class Inner:
+        inner: int
+
+    def __init__(self, other):
+        self.first, (self.second, other.not_one) = 1, (2, 3)
+        self.declared += 1
+        local: int = self.second
+
+    @property
+    def value(self):
+        return self.first
+"""
+    assert list(structure.python_classes(text)) == [("Outer", 3), ("Inner", 1)]
+
+
 def test_circles() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}
     assert structure.circles(graph) == [["a", "b", "c"]]
