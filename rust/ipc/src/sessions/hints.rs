@@ -9,7 +9,7 @@ use undercroft_core::hint::{Hint, HintAnswer, HintRefusal, HintRequest, PIN_NAME
 
 use super::Violation;
 use super::job::{HintAsked, Then};
-use super::session::{Budgets, ServedSession};
+use super::state::{Budgets, ServedSession};
 use crate::protocol::{HashRun, HintMessage, ServerMessage};
 
 impl ServedSession {

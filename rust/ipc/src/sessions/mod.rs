@@ -19,14 +19,16 @@ use crate::protocol::{ClientMessage, ServerMessage};
 use crate::stats::{Report, StatsSource};
 use held::HeldChains;
 pub(crate) use session::ANSWERS_MAX;
-use session::{Budgets, ServedSession};
+use state::{Budgets, ServedSession};
 
 mod held;
 mod hints;
+mod holds;
 mod job;
 mod request;
 mod resets;
 mod session;
+mod state;
 mod transfers;
 
 /// Most bytes of all clients' hashes, and of each client's hashes.

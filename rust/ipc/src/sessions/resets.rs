@@ -5,7 +5,7 @@ use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::metrics::Order;
 
 use super::Violation;
-use super::session::ServedSession;
+use super::state::ServedSession;
 use crate::orders::tell;
 use crate::protocol::ServerMessage;
 

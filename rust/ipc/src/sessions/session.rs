@@ -4,23 +4,20 @@
 //! message is carried out when its jobs are done.
 
 use std::collections::hash_map::Entry;
-use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
 use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::{ChainBytes, Engine, SessionId};
+use undercroft_core::engine::Engine;
 use undercroft_core::explain::Rest;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{BlockEvents, GiveUp, Priority, Tokens, TransferEnd};
 
 use super::Violation;
-use super::held::{HeldChain, HeldChains};
 use super::job::{HASH_STEP, HIT_STEP, HashJob, HitJob, Job, Then};
 use super::request::{Looked, REQUEST_BYTES, ServedRequest, bytes_of, growth};
-use super::transfers::{ServedTransfer, end_some};
-use crate::budget::Budget;
-use crate::orders::Caller;
+use super::state::{Budgets, ServedSession};
+use super::transfers::end_some;
 use crate::protocol::{
     HASHES_MAX, HashRun, LeasedHit, LookupAnswer, LookupMessage, REQUESTS_MAX, ServerMessage,
     label_of,
@@ -32,85 +29,7 @@ pub(crate) const ANSWERS_MAX: usize = 1 << 20;
 /// Most pending lookups that one step examines.
 const PENDING_STEP: usize = 64;
 
-/// Memory of all sessions.
-#[derive(Debug)]
-pub(super) struct Budgets {
-    /// Hashes of requests.
-    pub(super) hashes: Budget,
-    /// Extents of hits that are being collected.
-    pub(super) answers: Budget,
-    /// Host memory that hits and loads keep.
-    pub(super) held: HeldChains,
-}
-
-#[derive(Debug)]
-pub(super) struct ServedSession {
-    pub(super) id: SessionId,
-    /// Digest of the namespace, hexadecimal.
-    pub(super) namespace: Arc<str>,
-    /// The namespace, or a name of its own for a session that shares no blocks.
-    pub(super) scope: Arc<str>,
-    pub(super) chain_bytes: Arc<ChainBytes>,
-    /// Host memory that the session's hits and loads keep.
-    pub(super) held: HeldChains,
-    pub(super) connected: bool,
-    /// Workers that have the arena mapped.
-    pub(super) workers: usize,
-    pub(super) requests: HashMap<u64, ServedRequest>,
-    /// Bytes of the requests.
-    pub(super) request_bytes: u64,
-    /// Bytes of the extents that are being collected.
-    answer_bytes: u64,
-    /// Requests whose lookup is pending.
-    pending: VecDeque<u64>,
-    /// Loads and saves under way, by the client's numbers.
-    pub(super) transfers: HashMap<u64, ServedTransfer>,
-    /// The client's process.
-    pub(super) caller: Caller,
-    /// Resets that have not been answered.
-    pub(super) resets: Vec<u64>,
-    pub(super) jobs: VecDeque<Job>,
-    /// Requests of a client whose connection has ended: the engine's names, and the chains of their hits.
-    left_behind: Vec<(String, Option<Arc<HeldChain>>)>,
-}
-
 impl ServedSession {
-    pub(super) fn new(
-        id: SessionId,
-        namespace: &str,
-        private: bool,
-        chain_bytes: ChainBytes,
-    ) -> Self {
-        let namespace = Arc::from(namespace);
-        let mut session = Self {
-            id,
-            scope: Arc::clone(&namespace),
-            namespace,
-            chain_bytes: Arc::new(chain_bytes),
-            held: HeldChains::default(),
-            connected: true,
-            workers: 0,
-            requests: HashMap::new(),
-            request_bytes: 0,
-            answer_bytes: 0,
-            pending: VecDeque::new(),
-            transfers: HashMap::new(),
-            caller: Caller::default(),
-            resets: Vec::new(),
-            jobs: VecDeque::new(),
-            left_behind: Vec::new(),
-        };
-        if private {
-            session.leave_scope();
-        }
-        session
-    }
-
-    /// The session of this process.
-    pub(super) fn of(self, caller: Caller) -> Self {
-        Self { caller, ..self }
-    }
-
     /// The client's connection has ended. Loads, saves and the leases of hits stay: workers may copy.
     pub(super) fn client_went(&mut self, budgets: &mut Budgets) {
         self.connected = false;

@@ -10,22 +10,13 @@ use undercroft_core::session::{
 };
 
 use super::Violation;
-use super::held::HeldChain;
 use super::job::{Job, SAVE_STEP, SaveAsked, SaveJob, Then};
-use super::session::{Budgets, ServedSession};
+use super::state::{Budgets, ServedSession, ServedTransfer};
 use crate::budget::share;
 use crate::protocol::{SaveMessage, ServerMessage};
 
 /// Most loads and saves of a session at a time.
 const TRANSFERS_MAX: usize = 1 << 16;
-
-/// A load or a save under way.
-#[derive(Debug)]
-pub(super) struct ServedTransfer {
-    pub(super) id: TransferId,
-    /// The chain that a load keeps.
-    pub(super) held: Option<Arc<HeldChain>>,
-}
 
 impl ServedSession {
     pub(super) fn begin_load(
