@@ -214,9 +214,9 @@ impl HostConfig {
     }
 
     /// The settings of the remote store itself.
-    pub(crate) fn remote_options(&self) -> undercroft_remote::Options {
-        let defaults = undercroft_remote::Options::default();
-        undercroft_remote::Options {
+    pub(crate) fn remote_options(&self) -> undercroft_remote::RemoteOptions {
+        let defaults = undercroft_remote::RemoteOptions::default();
+        undercroft_remote::RemoteOptions {
             ttl: self.remote_ttl.map_or(defaults.ttl, Duration::from_secs),
             renew_rate: match self.remote_write {
                 RemoteWrite::None => None,

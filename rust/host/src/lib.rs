@@ -30,7 +30,7 @@ use std::time::Duration;
 use serde_json::Value;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{Session, Tokens};
-use undercroft_ipc::{Operation, SessionAddress};
+use undercroft_ipc::{OperatorRequest, SessionAddress};
 
 pub use config::{DiskAdmission, DiskCapacity, DiskConfig, HostConfig, OnDiskError};
 pub use directories::Directories;
@@ -139,7 +139,7 @@ pub fn open(config: HostConfig) -> Result<Box<dyn EngineHost>, HostError> {
 /// # Errors
 /// If `operation` is not a known operation, or no server answers at `socket`.
 pub fn operate(socket: &Path, operation: Value, timeout: Duration) -> Result<Value, HostError> {
-    let operation: Operation = serde_json::from_value(operation)?;
+    let operation: OperatorRequest = serde_json::from_value(operation)?;
     let json = undercroft_ipc::operate(socket, operation, timeout)?;
     Ok(serde_json::from_str(&json)?)
 }

@@ -8,7 +8,7 @@ use undercroft_core::arena::Arena;
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::key::NamespaceDigest;
 use undercroft_core::remote::RemoteWrite;
-use undercroft_remote::{Health, LastResult, Objects, Pool, describe};
+use undercroft_remote::{LastResult, Objects, RequestPool, StoreHealth, describe};
 
 use crate::config::HostConfig;
 use crate::error::HostError;
@@ -41,7 +41,7 @@ impl RemoteTier {
         let objects = undercroft_remote::open_for_engine(&location, config.remote_options())
             .map_err(|error| HostError::Option(error.to_string()))?;
         let (of_pool, arena) = (Arc::clone(&objects), Arc::clone(arena));
-        let pool = Pool::start_with(of_pool, arena, driver.waker(), config.cipher()?);
+        let pool = RequestPool::start_with(of_pool, arena, driver.waker(), config.cipher()?);
         let pool = pool.map_err(HostError::Thread)?;
         let last = pool.last_result();
         driver.attach_remote(Box::new(pool));
@@ -58,9 +58,9 @@ impl RemoteTier {
     /// The report: `health` is "unknown" until the store has answered or failed.
     pub(crate) fn info(&self) -> Value {
         let (health, fault, remedy) = match self.last.get() {
-            Health::Unknown => ("unknown", None, ""),
-            Health::Good => ("good", None, ""),
-            Health::Failed(error) => ("failed", Some(error.to_string()), error.advice()),
+            StoreHealth::Unknown => ("unknown", None, ""),
+            StoreHealth::Good => ("good", None, ""),
+            StoreHealth::Failed(error) => ("failed", Some(error.to_string()), error.advice()),
         };
         json!({
             "url": self.url,
@@ -74,7 +74,7 @@ impl RemoteTier {
 
     /// Whether the last operation failed.
     pub(crate) fn has_failed(&self) -> bool {
-        matches!(self.last.get(), Health::Failed(_))
+        matches!(self.last.get(), StoreHealth::Failed(_))
     }
 
     /// Writes the description of a namespace to the store, for people. Does not wait for the write.

@@ -65,7 +65,7 @@ pub struct ReplayEngine {
 
 /// The leading blocks of a prompt that were present, by the tier that held them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Hit {
+pub struct ReplayHit {
     /// Blocks in host memory.
     pub host: usize,
     /// Blocks only on disk.
@@ -131,7 +131,7 @@ impl ReplayEngine {
     }
 
     /// Serves a request: looks up the first `prompt` of its blocks, then saves all of them.
-    pub fn request(&mut self, prompt: usize, blocks: &[u64]) -> Hit {
+    pub fn request(&mut self, prompt: usize, blocks: &[u64]) -> ReplayHit {
         self.requests += 1;
         self.set_now(self.now_ns + REQUEST_NS);
         if self.requests.is_multiple_of(METADATA_REQUESTS) {
@@ -149,7 +149,7 @@ impl ReplayEngine {
         self.save(blocks.len());
         self.engine.finish_request(self.session, REQUEST);
         self.settle();
-        Hit {
+        ReplayHit {
             host: hit.saturating_sub(disk),
             disk: disk.min(hit),
         }

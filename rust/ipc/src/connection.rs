@@ -11,7 +11,7 @@ use undercroft_core::fork::Unshared;
 
 use crate::descriptors;
 use crate::frame::{self, FrameError, FrameKind};
-use crate::operation::Operation;
+use crate::operation::OperatorRequest;
 use crate::peer::peer_uid;
 use crate::protocol::{ClientMessage, ServerMessage};
 use crate::socket_dir::connect_at_once;
@@ -250,7 +250,7 @@ pub fn server_status(path: &Path, timeout: Duration) -> Result<String, ConnectEr
 /// If no server answers at `path`.
 pub fn operate(
     path: &Path,
-    operation: Operation,
+    operation: OperatorRequest,
     timeout: Duration,
 ) -> Result<String, ConnectError> {
     let mut connection = ServerConnection::open(path)?;

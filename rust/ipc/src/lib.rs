@@ -32,7 +32,7 @@ pub use arena_client::{AttachError, Attachment, attach, is_engine_there, let_go}
 pub use client::{Client, ClientConfig, ConnectionState, Resolve};
 pub use client_state::SessionAddress;
 pub use connection::{ConnectError, is_served, operate, server_status};
-pub use operation::{Operation, OperatorHint};
+pub use operation::{OperatorHint, OperatorRequest};
 pub use server::{Served, Server, ServerCounters, SocketLocation};
 pub use sessions::new_token;
 pub use socket_dir::{SOCKET_PATH_MAX, SocketError};

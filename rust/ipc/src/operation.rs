@@ -15,7 +15,7 @@ use crate::orders::{self, Caller};
 /// A question or an order. Each is one bounded entry of the engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Operation {
+pub enum OperatorRequest {
     /// Returns some of the last lookups: `lookups` (each an [`Explained`]), and `before`, for the question for more.
     ///
     /// [`Explained`]: undercroft_core::explain::Explained
@@ -67,7 +67,7 @@ pub struct OperatorHint {
     pub name: String,
 }
 
-impl Operation {
+impl OperatorRequest {
     /// Carries the operation out for `caller`, and returns the answer. An order is counted and logged. `available`
     /// returns the memory that the machine leaves: it reads files, so it is not called with the engine locked.
     pub(crate) fn carry_out(
@@ -273,7 +273,7 @@ mod tests {
             std::process::id()
         );
         for (operation, expected) in asked {
-            let operation: Operation = serde_json::from_value(operation).unwrap();
+            let operation: OperatorRequest = serde_json::from_value(operation).unwrap();
             log::take(Duration::ZERO);
             let before = driver.read(|engine| json!(engine.counters())).unwrap();
             operation.carry_out(&driver, caller, || None);
@@ -306,7 +306,7 @@ mod tests {
     fn the_machine_is_looked_at_without_the_engine() {
         let driver = Arc::new(driver());
         let other = Arc::clone(&driver);
-        let resize = Operation::Resize(ResizeOrder::default());
+        let resize = OperatorRequest::Resize(ResizeOrder::default());
         let mut looked = false;
         resize.carry_out(&*driver, Caller::default(), || {
             let (answered, answer) = channel();

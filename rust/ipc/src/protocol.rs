@@ -15,7 +15,7 @@ use undercroft_core::session::{
 };
 
 use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
-use crate::operation::Operation;
+use crate::operation::OperatorRequest;
 
 /// Most block hashes that a server keeps of one request. The longest frame holds this number.
 pub const HASHES_MAX: usize = 1 << 19;
@@ -161,7 +161,7 @@ pub enum ClientMessage<'a> {
     #[serde(borrow)]
     Hint(HintMessage<'a>),
     /// An operator asks. The server replies with `Operated`. Allowed before `Register` only.
-    Operate(Operation),
+    Operate(OperatorRequest),
     /// Like `EndTransfer`, for a load or a save that the client does not want any more.
     GiveUp {
         /// The load or the save.
@@ -328,7 +328,7 @@ pub enum ServerMessage {
     },
     /// The reply to `Operate`.
     Operated {
-        /// See [`Operation`].
+        /// See [`OperatorRequest`].
         json: String,
     },
     /// The answer to a hint.

@@ -16,7 +16,7 @@ use undercroft_core::session::{
     ArenaOffset, BlockEvent, EventTier, Extent, GiveUp, Offer, Priority, PromotionWait,
     SessionToken, Step, Tokens,
 };
-use undercroft_ipc::Operation;
+use undercroft_ipc::OperatorRequest;
 use undercroft_ipc::frame::{self, FrameKind};
 use undercroft_ipc::protocol::{
     ClientMessage, HashRun, HintMessage, LeasedHit, LookupAnswer, LookupMessage, SaveMessage,
@@ -143,7 +143,7 @@ fn samples() -> Vec<(String, Vec<u8>)> {
             },
             hashes,
         }),
-        ClientMessage::Operate(Operation::Explain(ExplainQuery {
+        ClientMessage::Operate(OperatorRequest::Explain(ExplainQuery {
             request: "cmpl-1".to_owned(),
             misses: true,
             before: Some(3),

@@ -9,7 +9,7 @@ use std::num::NonZeroUsize;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use undercroft_core::copy::{Copier, Direction, Piece, Routine};
+use undercroft_core::copy::{Copier, CopyPiece, Direction, Routine};
 
 use crate::arena::PyArena;
 use crate::errors::UndercroftError;
@@ -71,7 +71,7 @@ impl PyCopier {
         }
         let mut rest = pieces.into_iter();
         let jobs = jobs.iter().map(|&(id, count)| {
-            let own: Vec<Piece> = rest.by_ref().take(count).collect();
+            let own: Vec<CopyPiece> = rest.by_ref().take(count).collect();
             (id, own)
         });
         // SAFETY: the class documents that the memory at the addresses stays valid and untouched
@@ -99,7 +99,7 @@ impl PyCopier {
 }
 
 /// Makes the pieces from three arrays. The arrays must have the same length and hold no negative number.
-fn pieces(addresses: &[u8], offsets: &[u8], sizes: &[u8]) -> PyResult<Vec<Piece>> {
+fn pieces(addresses: &[u8], offsets: &[u8], sizes: &[u8]) -> PyResult<Vec<CopyPiece>> {
     let lengths = [addresses.len(), offsets.len(), sizes.len()];
     if lengths != [addresses.len(); 3] || !addresses.len().is_multiple_of(8) {
         return Err(PyValueError::new_err(format!(
@@ -111,7 +111,7 @@ fn pieces(addresses: &[u8], offsets: &[u8], sizes: &[u8]) -> PyResult<Vec<Piece>
         .zip(numbers(offsets))
         .zip(numbers(sizes))
         .map(|((address, offset), size)| {
-            Ok(Piece {
+            Ok(CopyPiece {
                 address: usize::try_from(address).map_err(|_| negative())?,
                 offset: u64::try_from(offset).map_err(|_| negative())?,
                 len: u64::try_from(size).map_err(|_| negative())?,

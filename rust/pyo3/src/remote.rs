@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 use undercroft_remote::gc::{Limits, collect};
 use undercroft_remote::measure::{OfSize, measure};
 use undercroft_remote::{
-    Location, LocationError, Objects, Options, StoreError, check, contents, examine, open,
-    open_existing,
+    Location, LocationError, ObjectStoreError, Objects, RemoteOptions, check, contents, examine,
+    open, open_existing,
 };
 
 use crate::errors::{ConfigError, UndercroftError};
@@ -19,31 +19,31 @@ fn refused(error: LocationError) -> PyErr {
     ConfigError::new_err(error.to_string())
 }
 
-fn opened(url: &str, options: Options) -> PyResult<Arc<dyn Objects>> {
+fn opened(url: &str, options: RemoteOptions) -> PyResult<Arc<dyn Objects>> {
     let location = Location::parse(url).map_err(refused)?;
     open(&location, options).map_err(refused)
 }
 
 /// Opens a store for an operator's commands.
-fn opened_existing(url: &str, options: Options) -> PyResult<Arc<dyn Objects>> {
+fn opened_existing(url: &str, options: RemoteOptions) -> PyResult<Arc<dyn Objects>> {
     let location = Location::parse(url).map_err(refused)?;
     open_existing(&location, options).map_err(refused)
 }
 
 /// The settings of a store for an operator's command.
-fn owned_by(any_owner: bool) -> Options {
-    Options {
+fn owned_by(any_owner: bool) -> RemoteOptions {
+    RemoteOptions {
         any_owner,
-        ..Options::default()
+        ..RemoteOptions::default()
     }
 }
 
 /// The exception for a store's error. The message names the URL, since a URL that was opened has no credentials.
-fn failed(url: &str, error: &StoreError) -> PyErr {
+fn failed(url: &str, error: &ObjectStoreError) -> PyErr {
     UndercroftError::new_err(format!("{url}: {error}: {}", error.advice()))
 }
 
-/// Removes old objects from a remote store: what `undercroft_remote::gc::Report` says. `progress([done, total])` is
+/// Removes old objects from a remote store: what `undercroft_remote::gc::GcReport` says. `progress([done, total])` is
 /// called now and then. Raises ConfigError, UndercroftError.
 #[pyfunction]
 #[pyo3(signature = (url, progress, *, max_bytes = None, max_age = None, min_age = 60, dry_run = false, any_owner = false))]

@@ -9,7 +9,7 @@ const ZEROS: [u8; SEGMENT_ALIGN as usize] = [0; SEGMENT_ALIGN as usize];
 
 /// The bytes of an object.
 #[derive(Clone, Copy, Debug)]
-pub struct Body<'a> {
+pub struct ObjectBody<'a> {
     header: &'a [u8],
     payloads: Option<(&'a Arena, &'a [RemotePart])>,
 }
@@ -22,7 +22,7 @@ pub(crate) enum Chunk<'a> {
     Arena(&'a Arena, u64, u64),
 }
 
-impl<'a> Body<'a> {
+impl<'a> ObjectBody<'a> {
     /// A header, then payloads.
     pub fn segment(header: &'a [u8], arena: &'a Arena, parts: &'a [RemotePart]) -> Self {
         Self {

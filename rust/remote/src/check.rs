@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use undercroft_core::remote::RemoteError;
 
-use crate::body::Body;
+use crate::body::ObjectBody;
 use crate::finding::{Finding, Status};
 use crate::objects::Objects;
 use crate::receiver::Receiver;
-use crate::store_error::StoreError;
+use crate::store_error::ObjectStoreError;
 
 /// Directory of the samples.
 pub(crate) const SAMPLES: &str = "check";
@@ -67,17 +67,21 @@ pub(crate) fn sample_path() -> String {
 }
 
 /// Writes a sample, reads it back, and probes it.
-fn written(objects: &dyn Objects, path: &str, found: &mut Vec<Finding>) -> Result<(), StoreError> {
+fn written(
+    objects: &dyn Objects,
+    path: &str,
+    found: &mut Vec<Finding>,
+) -> Result<(), ObjectStoreError> {
     let sample: Vec<u8> = (0..SAMPLE).map(|at| (at * 31) as u8).collect();
     let started = Instant::now();
-    objects.put(path, &Body::bytes(&sample), true)?;
+    objects.put(path, &ObjectBody::bytes(&sample), true)?;
     let put = started.elapsed();
     let started = Instant::now();
     let mut receiver = Receiver::bytes(SAMPLE as u64);
     objects.get(path, &mut receiver)?;
     let get = started.elapsed();
     if receiver.into_bytes() != sample {
-        return Err(StoreError::new(
+        return Err(ObjectStoreError::new(
             RemoteError::Corrupt,
             "the store returns other bytes than were written",
         ));
@@ -86,7 +90,7 @@ fn written(objects: &dyn Objects, path: &str, found: &mut Vec<Finding>) -> Resul
     let (put, get) = (milliseconds(put), milliseconds(get));
     let text = format!("{name}: 64 KiB written in {put} ms, read in {get} ms");
     found.push(Finding::new("remote", Status::Ok, text, ""));
-    let again = objects.put(path, &Body::bytes(&sample), true)?;
+    let again = objects.put(path, &ObjectBody::bytes(&sample), true)?;
     found.push(if again {
         Finding::new(
             "remote writes",
@@ -101,7 +105,7 @@ fn written(objects: &dyn Objects, path: &str, found: &mut Vec<Finding>) -> Resul
     Ok(())
 }
 
-fn probed(objects: &dyn Objects, path: &str) -> Result<Finding, StoreError> {
+fn probed(objects: &dyn Objects, path: &str) -> Result<Finding, ObjectStoreError> {
     let paths = [path.to_owned(), format!("{path}-absent")];
     let mut times = Vec::with_capacity(PROBES);
     for _ in 0..PROBES {
@@ -109,7 +113,7 @@ fn probed(objects: &dyn Objects, path: &str) -> Result<Finding, StoreError> {
         let bits = objects.probe(&paths)?;
         times.push(started.elapsed());
         if bits != 1 {
-            return Err(StoreError::new(
+            return Err(ObjectStoreError::new(
                 RemoteError::Corrupt,
                 "the store does not tell objects that exist from others",
             ));
@@ -149,7 +153,7 @@ fn listed(objects: &dyn Objects) -> Finding {
     }
 }
 
-fn clock(objects: &dyn Objects) -> Result<Option<Finding>, StoreError> {
+fn clock(objects: &dyn Objects) -> Result<Option<Finding>, ObjectStoreError> {
     let Some(skew) = objects.clock_skew()? else {
         return Ok(None);
     };

@@ -16,14 +16,14 @@ use object_store::{
 use tokio::runtime::{Builder, Runtime};
 use undercroft_core::remote::RemoteError;
 
-use crate::Options;
-use crate::body::Body;
+use crate::RemoteOptions;
+use crate::body::ObjectBody;
 use crate::directory::seconds_between;
 use crate::location::{Location, LocationError};
-use crate::objects::{Entry, Objects};
+use crate::objects::{ListedObject, Objects};
 use crate::receiver::Receiver;
 use crate::redact::redacted;
-use crate::store_error::{Result, StoreError};
+use crate::store_error::{ObjectStoreError, Result};
 use client::{CLOCK, CLOCK_WORDS, ROLES, StoreClient, client, credentials, reach};
 
 mod client;
@@ -72,7 +72,7 @@ pub(crate) struct CloudStore {
 impl CloudStore {
     pub(crate) fn open(
         location: &Location,
-        options: Options,
+        options: RemoteOptions,
     ) -> std::result::Result<Self, LocationError> {
         let StoreClient {
             name,
@@ -153,7 +153,7 @@ impl CloudStore {
         while let Some(bytes) = within(STALL, stream.next()).await? {
             if tokio::time::Instant::now() > end {
                 let detail = format!("the object takes longer than {} s", limit.as_secs());
-                return Err(StoreError::new(RemoteError::Late, detail));
+                return Err(ObjectStoreError::new(RemoteError::Late, detail));
             }
             receiver.take(&bytes.map_err(store_error)?)?;
         }
@@ -244,7 +244,7 @@ impl Objects for CloudStore {
         self.wait(self.receive(&path, receiver))
     }
 
-    fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {
+    fn put(&self, path: &str, body: &ObjectBody<'_>, if_absent: bool) -> Result<bool> {
         let limit = PUT_LIMIT + Duration::from_secs(body.len() / PUT_RATE);
         let payload = PutPayload::from(body.to_vec());
         let mode = if if_absent {
@@ -269,7 +269,7 @@ impl Objects for CloudStore {
         self.wait(self.remove(paths))
     }
 
-    fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+    fn list(&self, below: &str, each: &mut dyn FnMut(ListedObject) -> bool) -> Result<()> {
         let below = self.path(below);
         let below = (!below.as_ref().is_empty()).then_some(&below);
         self.wait(async {
@@ -279,7 +279,7 @@ impl Objects for CloudStore {
                 let Some(path) = self.below(&object.location) else {
                     continue;
                 };
-                let entry = Entry {
+                let entry = ListedObject {
                     path: path.to_owned(),
                     bytes: object.size,
                     modified: object.last_modified.into(),
@@ -292,7 +292,7 @@ impl Objects for CloudStore {
         })
     }
 
-    fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>> {
+    fn delete_unchanged(&self, entries: &[ListedObject]) -> Result<Vec<bool>> {
         let asked = entries.iter().map(|entry| async move {
             let found = self.head(&self.path(&entry.path), PATIENT).await?;
             // A HEAD returns whole seconds. A list may return fractions.
@@ -361,7 +361,7 @@ fn whole_seconds(time: SystemTime) -> u64 {
 async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Result<T> {
     tokio::time::timeout(limit, work).await.map_err(|_| {
         let detail = format!("no answer within {} s", limit.as_secs());
-        StoreError::new(RemoteError::Late, detail)
+        ObjectStoreError::new(RemoteError::Late, detail)
     })
 }
 
@@ -408,14 +408,14 @@ fn status(error: &object_store::Error) -> Option<u16> {
     })
 }
 
-fn store_error(error: object_store::Error) -> StoreError {
+fn store_error(error: object_store::Error) -> ObjectStoreError {
     use object_store::Error::{
         AlreadyExists, NotFound, PermissionDenied, Precondition, Unauthenticated,
     };
     let detail = || causes(&error).last().map_or_else(String::new, detail_of);
     let kind = match &error {
         AlreadyExists { .. } | Precondition { .. } => {
-            return StoreError::new(RemoteError::Unreachable, ALREADY_THERE);
+            return ObjectStoreError::new(RemoteError::Unreachable, ALREADY_THERE);
         }
         // Without its bucket the store cannot be used.
         NotFound { .. } if detail().contains("NoSuchBucket") => RemoteError::Unreachable,
@@ -432,7 +432,7 @@ fn store_error(error: object_store::Error) -> StoreError {
             _ => RemoteError::Unreachable,
         },
     };
-    StoreError::new(kind, detail())
+    ObjectStoreError::new(kind, detail())
 }
 
 /// The last cause of an error, on one line. Of an answer in XML: its code and message.

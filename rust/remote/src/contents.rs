@@ -7,7 +7,7 @@ use serde::Serialize;
 use undercroft_core::key::NamespaceDigest;
 use undercroft_core::remote::key::{NamespacePrefix, ObjectName};
 
-use crate::body::Body;
+use crate::body::ObjectBody;
 use crate::gc::shifted;
 use crate::objects::Objects;
 use crate::receiver::Receiver;
@@ -18,7 +18,7 @@ const DESCRIPTION_MAX: u64 = 1 << 20;
 
 /// A namespace in a store.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Space {
+pub struct StoredNamespace {
     /// The first digits of the namespace's digest.
     pub digest: String,
     /// The namespace's description; `None` if no engine has written it.
@@ -35,7 +35,7 @@ pub struct Space {
 
 /// The contents of a store.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Contents {
+pub struct StoreContents {
     /// Number of undercroft's objects.
     pub objects: u64,
     /// Bytes of these objects.
@@ -43,19 +43,19 @@ pub struct Contents {
     /// Other objects below the prefix: undercroft does not read or remove them.
     pub other_objects: u64,
     /// The namespaces, by digest.
-    pub namespaces: Vec<Space>,
+    pub namespaces: Vec<StoredNamespace>,
 }
 
 /// Lists the store.
 ///
 /// # Errors
 /// If the store fails.
-pub fn contents(objects: &dyn Objects) -> Result<Contents> {
+pub fn contents(objects: &dyn Objects) -> Result<StoreContents> {
     // With credentials for reads only, the clock cannot be read.
     let skew = objects.clock_skew().unwrap_or(None).unwrap_or(0.0);
     let now = shifted(SystemTime::now(), skew);
-    let mut found = Contents::default();
-    let mut spaces: BTreeMap<NamespacePrefix, Space> = BTreeMap::new();
+    let mut found = StoreContents::default();
+    let mut spaces: BTreeMap<NamespacePrefix, StoredNamespace> = BTreeMap::new();
     let mut described = Vec::new();
     objects.list("", &mut |entry| {
         let Some(name) = ObjectName::parse(&entry.path) else {
@@ -67,14 +67,16 @@ pub fn contents(objects: &dyn Objects) -> Result<Contents> {
         };
         let age = now.duration_since(entry.modified).unwrap_or_default();
         let age = age.as_secs_f64();
-        let space = spaces.entry(name.namespace).or_insert_with(|| Space {
-            digest: name.namespace.to_string(),
-            description: None,
-            objects: 0,
-            bytes: 0,
-            oldest_s: age,
-            newest_s: age,
-        });
+        let space = spaces
+            .entry(name.namespace)
+            .or_insert_with(|| StoredNamespace {
+                digest: name.namespace.to_string(),
+                description: None,
+                objects: 0,
+                bytes: 0,
+                oldest_s: age,
+                newest_s: age,
+            });
         space.objects += 1;
         space.bytes += entry.bytes;
         space.oldest_s = space.oldest_s.max(age);
@@ -103,6 +105,6 @@ pub fn describe(objects: &dyn Objects, digest: &NamespaceDigest, description: &s
     // The store may have to start first.
     objects.greet()?;
     let path = digest.to_prefix().description_path();
-    objects.put(&path, &Body::bytes(description.as_bytes()), true)?;
+    objects.put(&path, &ObjectBody::bytes(description.as_bytes()), true)?;
     Ok(())
 }

@@ -21,13 +21,13 @@ use rustix::io::Errno;
 use undercroft_core::remote::RemoteError;
 use undercroft_core::remote::key::is_above_objects;
 
-use crate::Options;
-use crate::body::{Body, Chunk};
+use crate::RemoteOptions;
+use crate::body::{Chunk, ObjectBody};
 use crate::check::SAMPLES;
 use crate::location::{Location, LocationError};
-use crate::objects::{Entry, Objects};
+use crate::objects::{ListedObject, Objects};
 use crate::receiver::{Receiver, os_error};
-use crate::store_error::{Result, StoreError};
+use crate::store_error::{ObjectStoreError, Result};
 
 /// Prefix of the temporary names of objects that are being written or removed. Other applications do not use it.
 const TEMPORARY: &str = ".undercroft-";
@@ -71,7 +71,7 @@ impl DirectoryStore {
     /// The directory, which is made if its parent exists.
     pub(crate) fn open(
         location: &Location,
-        options: Options,
+        options: RemoteOptions,
     ) -> std::result::Result<Self, LocationError> {
         let store = Self::later(location, options);
         match store.make() {
@@ -82,7 +82,7 @@ impl DirectoryStore {
     }
 
     /// The directory, without a call to its file system, which may hang. The first operation makes the directory.
-    pub(crate) fn later(location: &Location, options: Options) -> Self {
+    pub(crate) fn later(location: &Location, options: RemoteOptions) -> Self {
         Self {
             path: PathBuf::from(&location.path),
             is_made: AtomicBool::new(false),
@@ -98,8 +98,9 @@ impl DirectoryStore {
         if self.is_made.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let unusable =
-            |reason: &str| Err(StoreError::new(RemoteError::Unreachable, reason).or_advice(MOUNT));
+        let unusable = |reason: &str| {
+            Err(ObjectStoreError::new(RemoteError::Unreachable, reason).or_advice(MOUNT))
+        };
         let made = rustix::fs::mkdir(&self.path, Mode::RWXU);
         match (made, std::fs::metadata(&self.path)) {
             (_, Ok(found)) if !found.is_dir() => return unusable(NO_DIRECTORY),
@@ -160,18 +161,18 @@ impl DirectoryStore {
                     .take(depth)
                     .fold(self.path.clone(), |path, name| path.join(name));
                 let detail = format!("{} {why}", path.display());
-                Err(StoreError::new(RemoteError::Denied, detail).or_advice(OTHERS))
+                Err(ObjectStoreError::new(RemoteError::Denied, detail).or_advice(OTHERS))
             }
             _ => Ok(()),
         }
     }
 
     /// An error of the directory itself: it is missing as long as its file system is not mounted.
-    fn error(&self, errno: Errno) -> StoreError {
+    fn error(&self, errno: Errno) -> ObjectStoreError {
         let mut error = os_error(errno);
         if error.kind == RemoteError::NotFound {
             let advice = "check that the file system is mounted, and that its server answers";
-            error = StoreError::new(RemoteError::Unreachable, error.detail).or_advice(advice);
+            error = ObjectStoreError::new(RemoteError::Unreachable, error.detail).or_advice(advice);
         }
         error.detail = format!("{}: {}", self.path.display(), error.detail);
         error
@@ -228,7 +229,7 @@ impl DirectoryStore {
         }
     }
 
-    fn write(&self, parent: &OwnedFd, temporary: &str, body: &Body<'_>) -> Result<()> {
+    fn write(&self, parent: &OwnedFd, temporary: &str, body: &ObjectBody<'_>) -> Result<()> {
         let flags =
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let mode = Mode::RUSR | Mode::WUSR;
@@ -308,7 +309,7 @@ impl DirectoryStore {
 
     /// Removes a file if its age is still that of `entry`. The file gets another name first, so that a file that is
     /// written anew meanwhile stays.
-    fn remove_unchanged(&self, entry: &Entry) -> Result<bool> {
+    fn remove_unchanged(&self, entry: &ListedObject) -> Result<bool> {
         let (parent, name) = match self.parent(&entry.path, false) {
             Err(error) if error.kind == RemoteError::NotFound => return Ok(false),
             parent => parent?,
@@ -355,11 +356,14 @@ impl Objects for DirectoryStore {
         let file = self.read_only(path)?;
         let found = rustix::fs::fstat(&file).map_err(os_error)?;
         if !is_file(&found) {
-            return Err(StoreError::new(RemoteError::Corrupt, "not a regular file"));
+            return Err(ObjectStoreError::new(
+                RemoteError::Corrupt,
+                "not a regular file",
+            ));
         }
         // Nobody else can write the directory: somebody could once, or this user has moved the file here.
         if let Some(why) = foreign(&found).filter(|_| !self.any_owner) {
-            return Err(StoreError::new(
+            return Err(ObjectStoreError::new(
                 RemoteError::Corrupt,
                 format!("the object {why}"),
             ));
@@ -385,7 +389,7 @@ impl Objects for DirectoryStore {
         }
     }
 
-    fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {
+    fn put(&self, path: &str, body: &ObjectBody<'_>, if_absent: bool) -> Result<bool> {
         if if_absent && self.find(path)? {
             return Ok(false);
         }
@@ -399,7 +403,7 @@ impl Objects for DirectoryStore {
         }
         published.map_err(|error| match error.kind {
             // The directory was removed meanwhile.
-            RemoteError::NotFound => StoreError::new(RemoteError::Unreachable, error.detail),
+            RemoteError::NotFound => ObjectStoreError::new(RemoteError::Unreachable, error.detail),
             _ => error,
         })
     }
@@ -418,10 +422,10 @@ impl Objects for DirectoryStore {
         Ok(())
     }
 
-    fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+    fn list(&self, below: &str, each: &mut dyn FnMut(ListedObject) -> bool) -> Result<()> {
         let each = &mut |_: &OwnedFd, name: &str, path: &str, found: &Stat| {
             Ok(name.starts_with('.')
-                || each(Entry {
+                || each(ListedObject {
                     path: path.to_owned(),
                     bytes: found.st_size as u64,
                     modified: modified(found),
@@ -431,7 +435,7 @@ impl Objects for DirectoryStore {
         Ok(())
     }
 
-    fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>> {
+    fn delete_unchanged(&self, entries: &[ListedObject]) -> Result<Vec<bool>> {
         entries
             .iter()
             .map(|entry| self.remove_unchanged(entry))
@@ -481,7 +485,7 @@ impl Objects for DirectoryStore {
 /// Whether [`DirectoryStore::open`] would succeed. Makes no directory.
 pub(crate) fn examine(
     location: &Location,
-    options: Options,
+    options: RemoteOptions,
 ) -> std::result::Result<(), LocationError> {
     let path = PathBuf::from(&location.path);
     let is_missing = |path: &Path| matches!(std::fs::metadata(path), Err(error) if error.kind() == ErrorKind::NotFound);

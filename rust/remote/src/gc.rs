@@ -10,8 +10,8 @@ use serde::Serialize;
 use undercroft_core::remote::RemoteError;
 use undercroft_core::remote::key::{ObjectName, VERSIONS};
 
-use crate::objects::{Entry, Objects};
-use crate::store_error::{Result, StoreError};
+use crate::objects::{ListedObject, Objects};
+use crate::store_error::{ObjectStoreError, Result};
 
 /// Most objects that are removed in one call.
 const BATCH: usize = 1000;
@@ -34,7 +34,7 @@ pub struct Limits {
 
 /// The result of a collection.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Report {
+pub struct GcReport {
     /// Objects that were listed.
     pub objects: u64,
     /// Bytes of the listed objects.
@@ -67,11 +67,11 @@ pub fn collect(
     limits: &Limits,
     stopped: &AtomicBool,
     mut progress: impl FnMut(usize, usize),
-) -> Result<Report> {
+) -> Result<GcReport> {
     let started = Instant::now();
     let is_stopped = || stopped.load(Ordering::Relaxed);
     let go_on = || match is_stopped() {
-        true => Err(StoreError::from(RemoteError::Stopped)),
+        true => Err(ObjectStoreError::from(RemoteError::Stopped)),
         false => Ok(()),
     };
     // Ages are computed with the store's clock, like the times of its objects.
@@ -95,11 +95,11 @@ pub fn collect(
     go_on()?;
     // Two collections at once select the same objects.
     all.sort_by(|a, b| (a.modified, &a.path).cmp(&(b.modified, &b.path)));
-    let mut report = Report {
+    let mut report = GcReport {
         objects: all.len() as u64,
         bytes: all.iter().map(|entry| entry.bytes).sum(),
         dry_run: limits.dry_run,
-        ..Report::default()
+        ..GcReport::default()
     };
     let chosen = choose(&all, limits, now, report.bytes);
     let left = report.bytes - all[..chosen].iter().map(|entry| entry.bytes).sum::<u64>();
@@ -131,9 +131,9 @@ pub fn collect(
 }
 
 /// The number of objects to remove. `all` is in the order of age.
-fn choose(all: &[Entry], limits: &Limits, now: SystemTime, total: u64) -> usize {
+fn choose(all: &[ListedObject], limits: &Limits, now: SystemTime, total: u64) -> usize {
     let mut left = total;
-    let goes = |entry: &Entry| {
+    let goes = |entry: &ListedObject| {
         let age = age(now, entry);
         let is_old = limits.max_age.is_some_and(|most| age > most);
         let is_excess = limits.max_bytes.is_some_and(|most| left > most);
@@ -145,7 +145,7 @@ fn choose(all: &[Entry], limits: &Limits, now: SystemTime, total: u64) -> usize 
     kept.unwrap_or(all.len())
 }
 
-fn age(now: SystemTime, entry: &Entry) -> Duration {
+fn age(now: SystemTime, entry: &ListedObject) -> Duration {
     now.duration_since(entry.modified).unwrap_or_default()
 }
 

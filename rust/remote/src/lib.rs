@@ -1,7 +1,7 @@
 //! Remote stores: directories on shared file systems, object stores, Redis.
 //!
-//! [`Location`] reads a URL, [`open`] makes the [`Objects`] behind it, and [`Pool`] carries out an engine's requests on
-//! them, on threads of its own. [`check`], [`gc`], [`contents`] and [`measure`] are for the operator's commands.
+//! [`Location`] reads a URL, [`open`] makes the [`Objects`] behind it, and [`RequestPool`] carries out an engine's requests
+//! on them, on threads of its own. [`check`], [`gc`], [`contents`] and [`measure`] are for the operator's commands.
 
 mod body;
 pub mod check;
@@ -31,18 +31,18 @@ use std::time::Duration;
 
 use undercroft_core::remote::RemoteConfig;
 
-pub use body::Body;
+pub use body::ObjectBody;
 pub use contents::describe;
 pub use location::{Location, LocationError, Scheme};
 pub use mooncake::set_python;
-pub use objects::{Entry, Objects};
-pub use pool::{Health, LastResult, Pool};
+pub use objects::{ListedObject, Objects};
+pub use pool::{LastResult, RequestPool, StoreHealth};
 pub use receiver::Receiver;
-pub use store_error::{Result, StoreError, advice};
+pub use store_error::{ObjectStoreError, Result, advice};
 
 /// The settings of a store besides its URL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct RemoteOptions {
     /// Time to live of an object after its last use (`remote_ttl`). Redis then removes the object. In other stores, an
     /// object of half this age becomes new again when it is read, so that `undercroft remote gc` removes it later.
     pub ttl: Duration,
@@ -54,7 +54,7 @@ pub struct Options {
     pub any_owner: bool,
 }
 
-impl Default for Options {
+impl Default for RemoteOptions {
     fn default() -> Self {
         Self {
             ttl: Duration::from_secs(3 * 24 * 3600),
@@ -70,7 +70,7 @@ impl Default for Options {
 /// The errors of [`open`], or if there is no such directory.
 pub fn open_existing(
     location: &Location,
-    options: Options,
+    options: RemoteOptions,
 ) -> std::result::Result<Arc<dyn Objects>, LocationError> {
     if location.scheme == Scheme::File && !Path::new(&location.path).exists() {
         let reason = "no such directory; check the path, and whether its file system is mounted";
@@ -86,7 +86,7 @@ pub fn open_existing(
 /// If this build does not support the kind of store.
 pub fn open_for_engine(
     location: &Location,
-    options: Options,
+    options: RemoteOptions,
 ) -> std::result::Result<Arc<dyn Objects>, LocationError> {
     if location.scheme == Scheme::File {
         let store = directory::DirectoryStore::later(location, options);
@@ -107,7 +107,7 @@ pub fn open_for_engine(
 /// The errors of [`open_for_engine`].
 pub fn examine(
     location: &Location,
-    options: Options,
+    options: RemoteOptions,
 ) -> std::result::Result<Option<LocationError>, LocationError> {
     let found = match location.scheme {
         Scheme::File => directory::examine(location, options),
@@ -133,7 +133,7 @@ fn is_supported(scheme: Scheme) -> bool {
 /// If the configuration or the environment cannot be used, or if this build does not support the kind of store.
 pub fn open(
     location: &Location,
-    options: Options,
+    options: RemoteOptions,
 ) -> std::result::Result<Arc<dyn Objects>, LocationError> {
     match location.scheme {
         Scheme::File => Ok(Arc::new(directory::DirectoryStore::open(

@@ -15,11 +15,11 @@ use undercroft_core::remote::{
     SegmentPayload,
 };
 
-use crate::body::Body;
+use crate::body::ObjectBody;
 use crate::objects::Objects;
-use crate::pool::Pool;
+use crate::pool::RequestPool;
 use crate::receiver::Receiver;
-use crate::store_error::{Result, StoreError, out_of_arena};
+use crate::store_error::{ObjectStoreError, Result, out_of_arena};
 
 /// Number of probes. Their median time is reported.
 const PROBES: usize = 21;
@@ -122,7 +122,7 @@ impl<'a> Samples<'a> {
         let place = place_of(size);
         let most = (WINDOW / place).clamp(1, objects.parallel() as u64);
         let arena = Arena::create((most * place).next_multiple_of(ARENA_ALIGN));
-        let arena = arena.map_err(|error| StoreError::new(RemoteError::Stopped, error))?;
+        let arena = arena.map_err(|error| ObjectStoreError::new(RemoteError::Stopped, error))?;
         let bytes: Vec<u8> = (0..size).map(|at| (at ^ (at >> 8)) as u8).collect();
         arena.write(0, &bytes).map_err(out_of_arena)?;
         let checksum = arena.checksum(0, size).map_err(out_of_arena)?;
@@ -181,7 +181,7 @@ impl<'a> Samples<'a> {
         let put = timed(|| {
             self.each(|_, header| {
                 let (parts, encoded) = ([self.part(0)], header.encode());
-                let body = Body::segment(&encoded, &self.arena, &parts);
+                let body = ObjectBody::segment(&encoded, &self.arena, &parts);
                 let path = Self::key(header).path();
                 self.objects.put(&path, &body, false).map(drop)
             })
@@ -189,8 +189,8 @@ impl<'a> Samples<'a> {
         // An engine starts its threads once, and checks the store once: neither is a part of a read.
         let bell = Arc::new(Bell::default());
         let waker = Waker::new(Arc::clone(&bell) as Arc<dyn Wake>);
-        let pool = Pool::start(Arc::clone(self.objects), Arc::clone(&self.arena), waker);
-        let mut pool = pool.map_err(|error| StoreError::new(RemoteError::Stopped, error))?;
+        let pool = RequestPool::start(Arc::clone(self.objects), Arc::clone(&self.arena), waker);
+        let mut pool = pool.map_err(|error| ObjectStoreError::new(RemoteError::Stopped, error))?;
         pool.wait_for_first_check();
         // In turns, since other work on the machine changes.
         let (mut bares, mut gets) = (Vec::new(), Vec::new());
@@ -228,7 +228,7 @@ impl<'a> Samples<'a> {
     /// Makes a call for each object, at most `slots` at a time, each with a slot of its own.
     fn each(&self, call: impl Fn(usize, &SegmentHeader) -> Result<()> + Sync) -> Result<()> {
         let next = AtomicUsize::new(0);
-        let failed: Mutex<Option<StoreError>> = Mutex::new(None);
+        let failed: Mutex<Option<ObjectStoreError>> = Mutex::new(None);
         std::thread::scope(|scope| {
             for slot in 0..self.slots.min(self.headers.len()) {
                 let (next, failed, call) = (&next, &failed, &call);
@@ -250,13 +250,13 @@ impl<'a> Samples<'a> {
 
     fn unless_stopped(&self) -> Result<()> {
         if self.stopped.load(Ordering::Relaxed) {
-            return Err(StoreError::new(RemoteError::Stopped, "interrupted"));
+            return Err(ObjectStoreError::new(RemoteError::Stopped, "interrupted"));
         }
         Ok(())
     }
 
     /// Reads all objects as the engine does.
-    fn read(&self, pool: &mut Pool, bell: &Bell) -> Result<()> {
+    fn read(&self, pool: &mut RequestPool, bell: &Bell) -> Result<()> {
         let mut waiting = self.headers.iter();
         let mut free: Vec<usize> = (0..self.slots).collect();
         let (mut left, mut done) = (self.headers.len(), Vec::new());
@@ -276,7 +276,7 @@ impl<'a> Samples<'a> {
             bell.wait();
             pool.drain(&mut done);
             for completion in done.drain(..) {
-                completion.result.map_err(StoreError::from)?;
+                completion.result.map_err(ObjectStoreError::from)?;
                 free.push(completion.token as usize);
                 left -= 1;
             }

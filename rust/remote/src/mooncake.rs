@@ -13,16 +13,16 @@ use std::time::{Duration, Instant, SystemTime};
 
 use undercroft_core::remote::RemoteError;
 
-use crate::body::{Body, Chunk};
+use crate::body::{Chunk, ObjectBody};
 use crate::finding::{Finding, Status};
 use crate::location::{Location, LocationError, MooncakePlace};
-use crate::objects::{Entry, Objects};
+use crate::objects::{ListedObject, Objects};
 use crate::receiver::Receiver;
-use crate::store_error::{Result, StoreError, out_of_arena};
-use buffer::{BUFFER_BYTES, Buffer, Slot};
+use crate::store_error::{ObjectStoreError, Result, out_of_arena};
+use buffer::{BUFFER_BYTES, SharedMemory, SharedRange};
 use helper::Helper;
 pub use helper::set_python;
-use protocol::{Answer, Request, Start};
+use protocol::{Answer, HelperStart, Request};
 
 /// Most calls at a time. The helper carries them out one after the other: over TCP, concurrent calls are slower.
 const PARALLEL: usize = 8;
@@ -43,7 +43,7 @@ const LISTED: usize = 1000;
 /// Values of a Mooncake store.
 pub(crate) struct MooncakeStore {
     place: MooncakePlace,
-    buffer: Arc<Buffer>,
+    buffer: Arc<SharedMemory>,
     helper: Mutex<Running>,
 }
 
@@ -63,7 +63,7 @@ impl MooncakeStore {
     pub(crate) fn open(location: &Location) -> std::result::Result<Self, LocationError> {
         Ok(Self {
             place: MooncakePlace::of(location).map_err(|error| location.refused(error))?,
-            buffer: Buffer::new(BUFFER_BYTES).map_err(|error| location.refused(error))?,
+            buffer: SharedMemory::new(BUFFER_BYTES).map_err(|error| location.refused(error))?,
             helper: Mutex::default(),
         })
     }
@@ -100,7 +100,7 @@ impl MooncakeStore {
     }
 
     fn start(&self) -> Result<Arc<Helper>> {
-        let settings = Start {
+        let settings = HelperStart {
             bytes: BUFFER_BYTES,
             master: &self.place.master,
             metadata: &self.place.metadata,
@@ -117,9 +117,9 @@ impl MooncakeStore {
     fn ask(
         &self,
         request: &Request,
-        slot: Option<Slot>,
+        slot: Option<SharedRange>,
         deadline: Instant,
-    ) -> Result<(Answer, Option<Slot>)> {
+    ) -> Result<(Answer, Option<SharedRange>)> {
         let helper = self.helper(Instant::now())?;
         helper.ask(request, slot)?.wait(&helper, deadline)
     }
@@ -131,13 +131,13 @@ impl MooncakeStore {
     }
 
     /// The memory through which an object's bytes pass, and the deadline of its transfer.
-    fn room(&self, bytes: u64) -> Result<(Slot, Instant)> {
+    fn room(&self, bytes: u64) -> Result<(SharedRange, Instant)> {
         let time = TRANSFER + Duration::from_secs(1) * bytes.div_ceil(SLOWEST) as u32;
         let deadline = Instant::now() + time;
         Ok((self.buffer.take(bytes, deadline)?, deadline))
     }
 
-    fn fill(&self, slot: &Slot, body: &Body<'_>) -> Result<()> {
+    fn fill(&self, slot: &SharedRange, body: &ObjectBody<'_>) -> Result<()> {
         let (to, mut at) = (&self.buffer.arena, slot.at);
         for chunk in body.chunks() {
             let (copied, len) = match chunk {
@@ -198,7 +198,7 @@ impl Objects for MooncakeStore {
         Ok(())
     }
 
-    fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {
+    fn put(&self, path: &str, body: &ObjectBody<'_>, if_absent: bool) -> Result<bool> {
         let bytes = body.len();
         let (slot, deadline) = self.room(bytes)?;
         self.fill(&slot, body)?;
@@ -218,7 +218,7 @@ impl Objects for MooncakeStore {
     }
 
     /// Mooncake's objects have no time, so they count as new.
-    fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+    fn list(&self, below: &str, each: &mut dyn FnMut(ListedObject) -> bool) -> Result<()> {
         let (prefix, patience) = (self.key(below), Instant::now() + PATIENT);
         self.helper(patience)?;
         let (listed, _) = self.ask(&Request::List { prefix }, None, patience)?;
@@ -232,7 +232,7 @@ impl Objects for MooncakeStore {
             };
             for (key, bytes) in keys.iter().zip(sizes.values(keys.len())?) {
                 let path = key.strip_prefix(&self.place.prefix).unwrap_or(key);
-                let entry = Entry {
+                let entry = ListedObject {
                     path: path.trim_start_matches('/').to_owned(),
                     bytes: u64::try_from(*bytes).unwrap_or(0),
                     modified: SystemTime::now(),
@@ -245,8 +245,8 @@ impl Objects for MooncakeStore {
         Ok(())
     }
 
-    fn delete_unchanged(&self, _entries: &[Entry]) -> Result<Vec<bool>> {
-        Err(StoreError::new(
+    fn delete_unchanged(&self, _entries: &[ListedObject]) -> Result<Vec<bool>> {
+        Err(ObjectStoreError::new(
             RemoteError::Denied,
             "the store removes objects itself, when its memory is full",
         ))

@@ -2,14 +2,14 @@
 
 use std::time::{Duration, SystemTime};
 
-use crate::body::Body;
+use crate::body::ObjectBody;
 use crate::finding::Finding;
 use crate::receiver::Receiver;
 use crate::store_error::Result;
 
 /// An object in a list.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct ListedObject {
     /// Its path below the store's prefix.
     pub path: String,
     /// Its bytes.
@@ -57,7 +57,7 @@ pub trait Objects: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// If the object may not have been written.
-    fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool>;
+    fn put(&self, path: &str, body: &ObjectBody<'_>, if_absent: bool) -> Result<bool>;
 
     /// Removes objects. A missing object is no error.
     ///
@@ -69,7 +69,7 @@ pub trait Objects: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// If the list is not complete.
-    fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()>;
+    fn list(&self, below: &str, each: &mut dyn FnMut(ListedObject) -> bool) -> Result<()>;
 
     /// Removes the objects whose times have not changed since the list. An object that was written since then stays.
     /// Returns which objects this call has removed, in the order of `entries`. For two simultaneous calls, S3 reports
@@ -77,7 +77,7 @@ pub trait Objects: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// If the store fails. Some objects may have been removed.
-    fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>>;
+    fn delete_unchanged(&self, entries: &[ListedObject]) -> Result<Vec<bool>>;
 
     /// Seconds by which the store's clock is ahead of this machine's clock; negative if it is behind. `None` if the
     /// store has no clock.

@@ -15,12 +15,12 @@ use undercroft_core::remote::{
     ObjectKey, RemoteCompletion, RemoteDone, RemoteError, RemoteRequest, RemoteStore,
 };
 
-use crate::body::Body;
+use crate::body::ObjectBody;
 use crate::objects::Objects;
 use crate::receiver::Receiver;
 use crate::renewals::{Copied, Renewals};
 use crate::sealed::seal_object;
-use crate::store_error::{Result, StoreError};
+use crate::store_error::{ObjectStoreError, Result};
 
 /// Longest wait of a pool's drop for calls that may still access the arena.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);
@@ -124,14 +124,14 @@ struct SharedPool {
 /// The results of the last operations, with the store's own text.
 #[derive(Debug, Default)]
 struct Results {
-    last: Health,
+    last: StoreHealth,
     /// Why the store takes no writes, until a write succeeds: reads in between do not show whether it takes them again.
-    no_writes: Option<StoreError>,
+    no_writes: Option<ObjectStoreError>,
 }
 
 /// A [`RemoteStore`] over a store's calls.
 #[derive(Debug)]
-pub struct Pool {
+pub struct RequestPool {
     shared: Arc<SharedPool>,
     threads: Vec<JoinHandle<()>>,
     reads_in_flight: usize,
@@ -140,14 +140,14 @@ pub struct Pool {
 
 /// Whether a store can be used, by its last operations.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Health {
+pub enum StoreHealth {
     /// No operation has ended yet.
     #[default]
     Unknown,
     /// The operation succeeded, or there was no such object.
     Good,
     /// The operation failed, or the store takes no writes.
-    Failed(StoreError),
+    Failed(ObjectStoreError),
 }
 
 /// Reads the results of a pool's last operations, for the operator.
@@ -156,19 +156,21 @@ pub struct LastResult(Arc<SharedPool>);
 
 impl LastResult {
     /// The result of the last operation, or the reason why the store takes no writes.
-    pub fn get(&self) -> Health {
+    pub fn get(&self) -> StoreHealth {
         let results = self.0.last.lock().unwrap_or_else(PoisonError::into_inner);
         match (&results.last, &results.no_writes) {
-            (Health::Unknown | Health::Good, Some(error)) => Health::Failed(StoreError {
-                detail: format!("writes only: {}", error.detail),
-                ..error.clone()
-            }),
+            (StoreHealth::Unknown | StoreHealth::Good, Some(error)) => {
+                StoreHealth::Failed(ObjectStoreError {
+                    detail: format!("writes only: {}", error.detail),
+                    ..error.clone()
+                })
+            }
             (last, _) => last.clone(),
         }
     }
 }
 
-impl Pool {
+impl RequestPool {
     /// Starts the threads, one of which checks the store first. `waker` is woken after each completion.
     ///
     /// # Errors
@@ -181,8 +183,8 @@ impl Pool {
         Self::start_with(objects, arena, waker, None)
     }
 
-    /// Like [`Pool::start`]. With a cipher, objects are encrypted before they are put, and only encrypted objects are
-    /// found.
+    /// Like [`RequestPool::start`]. With a cipher, objects are encrypted before they are put, and only encrypted objects
+    /// are found.
     ///
     /// # Errors
     /// If a thread cannot be started.
@@ -244,7 +246,7 @@ impl Pool {
     }
 }
 
-impl RemoteStore for Pool {
+impl RemoteStore for RequestPool {
     fn name(&self) -> &'static str {
         self.shared.objects.name()
     }
@@ -282,7 +284,7 @@ impl RemoteStore for Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for RequestPool {
     /// If a call does not end in time, its own reference keeps the arena mapped.
     fn drop(&mut self) {
         let shared = &self.shared;
@@ -364,7 +366,7 @@ impl SharedPool {
         if self.renewals.is_paused(Instant::now()) {
             return;
         }
-        let body = Body::bytes(&copied.bytes);
+        let body = ObjectBody::bytes(&copied.bytes);
         let put = contained(|| self.objects.put(path, &body, false).ok());
         if put.is_none() {
             self.renewals.pause(Instant::now());
@@ -436,8 +438,8 @@ impl SharedPool {
                     None => None,
                 };
                 let body = match &object {
-                    Some(object) => Body::bytes(object.bytes()),
-                    None => Body::segment(&header, &self.arena, &parts),
+                    Some(object) => ObjectBody::bytes(object.bytes()),
+                    None => ObjectBody::segment(&header, &self.arena, &parts),
                 };
                 let stored = self.objects.put(&path, &body, if_absent)?;
                 Ok(if stored {
@@ -471,8 +473,8 @@ impl SharedPool {
         let last = match result {
             Err(error) if error.kind == Stopped => return,
             // Errors of one object do not count.
-            Err(error) if !error.kind.is_of_object() => Health::Failed(error.clone()),
-            _ => Health::Good,
+            Err(error) if !error.kind.is_of_object() => StoreHealth::Failed(error.clone()),
+            _ => StoreHealth::Good,
         };
         self.results().last = last;
     }

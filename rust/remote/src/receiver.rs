@@ -19,7 +19,7 @@ use undercroft_core::remote::{
 
 use crate::renewals::{Copied, Renewals};
 use crate::sealed::{Unsealing, sealed};
-use crate::store_error::{Result, StoreError, out_of_arena};
+use crate::store_error::{ObjectStoreError, Result, out_of_arena};
 
 /// A file is read in pieces of this size in bytes: its checksum is computed while a piece is in the processor's cache.
 const PIECE: u64 = 512 << 10;
@@ -44,7 +44,7 @@ pub struct Receiver<'a> {
 
 #[derive(Debug)]
 enum Target<'a> {
-    Segment(Box<Segment<'a>>),
+    Segment(Box<ArrivingSegment<'a>>),
     /// The first bytes, up to a limit.
     Bytes(Vec<u8>, u64),
     /// Bytes that are dropped: arena, offset and number. A file's bytes are read to this offset of the arena.
@@ -52,7 +52,7 @@ enum Target<'a> {
 }
 
 #[derive(Debug)]
-struct Segment<'a> {
+struct ArrivingSegment<'a> {
     arena: &'a Arena,
     /// The description of the object in the store.
     expect: Cow<'a, Expected>,
@@ -120,7 +120,7 @@ impl<'a> Receiver<'a> {
             "parts out of order"
         );
         Self::new(
-            Target::Segment(Box::new(Segment {
+            Target::Segment(Box::new(ArrivingSegment {
                 arena,
                 expect,
                 unsealing,
@@ -319,7 +319,7 @@ fn first(bytes: &[u8], count: u64) -> (&[u8], &[u8]) {
 }
 
 /// The error of a system call on a store's file.
-pub(crate) fn os_error(errno: Errno) -> StoreError {
+pub(crate) fn os_error(errno: Errno) -> ObjectStoreError {
     let kind = match errno {
         Errno::NOENT => RemoteError::NotFound,
         Errno::NOSPC | Errno::DQUOT | Errno::FBIG => RemoteError::Full,
@@ -329,7 +329,7 @@ pub(crate) fn os_error(errno: Errno) -> StoreError {
         Errno::TIMEDOUT => RemoteError::Late,
         _ => RemoteError::Unreachable,
     };
-    let error = StoreError::new(kind, std::io::Error::from(errno));
+    let error = ObjectStoreError::new(kind, std::io::Error::from(errno));
     match kind {
         RemoteError::Denied => error.or_advice(
             "let the user of this process read and write the directory; all hosts use one uid, and no symbolic link below \
@@ -342,11 +342,11 @@ pub(crate) fn os_error(errno: Errno) -> StoreError {
     }
 }
 
-fn corrupt(why: impl std::fmt::Display) -> StoreError {
-    StoreError::new(RemoteError::Corrupt, why)
+fn corrupt(why: impl std::fmt::Display) -> ObjectStoreError {
+    ObjectStoreError::new(RemoteError::Corrupt, why)
 }
 
-impl Segment<'_> {
+impl ArrivingSegment<'_> {
     fn wanted(&self) -> u64 {
         let last = self.parts.last();
         last.map_or(self.expect.header_bytes(), |(part, at)| {

@@ -17,14 +17,14 @@ use redis::{
 use undercroft_core::remote::RemoteError;
 use undercroft_core::remote::segment::SEGMENT_ALIGN;
 
-use crate::Options;
-use crate::body::Body;
+use crate::RemoteOptions;
+use crate::body::ObjectBody;
 use crate::directory::seconds_between;
 use crate::finding::{Finding, Status};
 use crate::location::{Location, LocationError, Scheme, is_this_machine};
-use crate::objects::{Entry, Objects};
+use crate::objects::{ListedObject, Objects};
 use crate::receiver::Receiver;
-use crate::store_error::{Result, StoreError};
+use crate::store_error::{ObjectStoreError, Result};
 use address::{Address, STALL};
 use connection::{Access, LIST, SHORT, TOO_LONG};
 use servers::{Keyed, Servers};
@@ -55,7 +55,7 @@ impl std::fmt::Debug for RedisStore {
 impl RedisStore {
     pub(crate) fn open(
         location: &Location,
-        options: Options,
+        options: RemoteOptions,
     ) -> std::result::Result<Self, LocationError> {
         let place = (location.redis()).map_err(|error| location.refused(error))?;
         let tls = match location.scheme {
@@ -114,7 +114,7 @@ impl RedisStore {
         &self,
         server: &Address,
         pattern: &str,
-        each: &mut dyn FnMut(Entry) -> bool,
+        each: &mut dyn FnMut(ListedObject) -> bool,
     ) -> Result<bool> {
         let mut cursor: u64 = 0;
         loop {
@@ -135,7 +135,7 @@ impl RedisStore {
             for (key, of_key) in keys.iter().zip(found.chunks(2)) {
                 let path = key.strip_prefix(&self.prefix).unwrap_or(key);
                 let left = Duration::from_secs(u64::try_from(of_key[1]).unwrap_or(0));
-                let entry = Entry {
+                let entry = ListedObject {
                     path: path.trim_start_matches('/').to_owned(),
                     bytes: u64::try_from(of_key[0]).unwrap_or(0),
                     modified: SystemTime::now() + left - self.ttl,
@@ -197,7 +197,9 @@ impl Objects for RedisStore {
         let most = receiver.wanted().next_multiple_of(SEGMENT_ALIGN) + SHORT;
         let answers = self.servers.ask(&asked, most);
         let mut answers = answers.map_err(|error| match error.detail.contains(TOO_LONG) {
-            true => StoreError::new(RemoteError::Corrupt, "the value is larger than the object"),
+            true => {
+                ObjectStoreError::new(RemoteError::Corrupt, "the value is larger than the object")
+            }
             false => error,
         })?;
         let exists: bool = value(answers.remove(1))?;
@@ -208,7 +210,7 @@ impl Objects for RedisStore {
         }
     }
 
-    fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {
+    fn put(&self, path: &str, body: &ObjectBody<'_>, if_absent: bool) -> Result<bool> {
         let key = self.key(path);
         let mut options = SetOptions::default().with_expiration(SetExpiry::EX(self.ttl.as_secs()));
         if if_absent {
@@ -231,7 +233,7 @@ impl Objects for RedisStore {
     }
 
     /// Objects have no time of modification in Redis. It is computed from the remaining time to live.
-    fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+    fn list(&self, below: &str, each: &mut dyn FnMut(ListedObject) -> bool) -> Result<()> {
         let pattern = format!("{}*", escaped(&self.key(below)));
         for server in self.servers.all()? {
             if !self.list_of(&server, &pattern, each)? {
@@ -241,8 +243,8 @@ impl Objects for RedisStore {
         Ok(())
     }
 
-    fn delete_unchanged(&self, _entries: &[Entry]) -> Result<Vec<bool>> {
-        Err(StoreError::new(
+    fn delete_unchanged(&self, _entries: &[ListedObject]) -> Result<Vec<bool>> {
+        Err(ObjectStoreError::new(
             RemoteError::Denied,
             "the server removes objects itself: by remote_ttl, and by maxmemory with maxmemory-policy allkeys-lru",
         ))
@@ -313,7 +315,7 @@ fn value<T: FromRedisValue>(answer: Value) -> Result<T> {
     redis::from_redis_value(answer).map_err(|error| store_error(error.into()))
 }
 
-fn store_error(error: RedisError) -> StoreError {
+fn store_error(error: RedisError) -> ObjectStoreError {
     // The codes that the crate does not know are only in the text.
     let text = error.to_string();
     let says = |words: &[&str]| words.iter().any(|word| text.contains(word));
@@ -342,9 +344,9 @@ fn store_error(error: RedisError) -> StoreError {
         RemoteError::Unreachable if says(&["DB index", "SELECT is not"]) => (text, DATABASE),
         RemoteError::Unreachable => (text, REACH),
         RemoteError::Full => (text, FULL),
-        _ => return StoreError::new(kind, text),
+        _ => return ObjectStoreError::new(kind, text),
     };
-    StoreError::new(kind, detail).or_advice(advice)
+    ObjectStoreError::new(kind, detail).or_advice(advice)
 }
 
 const DATABASE: &str = "choose a database that the server has, in the URL, as in redis://host:6379/0; a cluster has database 0 only";

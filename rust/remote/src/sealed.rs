@@ -11,7 +11,7 @@ use undercroft_core::remote::{
 };
 use undercroft_core::secret::{SecretBytes, clear};
 
-use crate::store_error::{Result, StoreError, out_of_arena};
+use crate::store_error::{ObjectStoreError, Result, out_of_arena};
 
 /// Begins the associated data of payloads in a remote store, so that it differs from that of every slot on disk.
 const PLACE: &[u8] = b"remote";
@@ -56,7 +56,7 @@ pub(crate) fn seal_object(
     arena: &Arena,
     cipher: &Arc<dyn PayloadCipher>,
 ) -> Result<SecretBytes> {
-    let corrupt = |why| StoreError::new(RemoteError::Corrupt, why);
+    let corrupt = |why| ObjectStoreError::new(RemoteError::Corrupt, why);
     let decoded = SegmentHeader::decode(header);
     let SegmentHeader {
         described: plain,
@@ -92,8 +92,8 @@ pub(crate) fn seal_object(
     Ok(sealed)
 }
 
-fn no_memory(error: std::io::Error) -> StoreError {
-    StoreError::new(RemoteError::Unreachable, error)
+fn no_memory(error: std::io::Error) -> ObjectStoreError {
+    ObjectStoreError::new(RemoteError::Unreachable, error)
 }
 
 /// Decrypts the payloads of an object that is read, one after the other.
@@ -160,7 +160,7 @@ impl<'a> Unsealing<'a> {
         let payload = &self.plain.payloads[part.payload as usize];
         if !is_intact(self.bytes()) {
             let why = "a payload does not match its seal";
-            return Err(StoreError::new(RemoteError::Corrupt, why));
+            return Err(ObjectStoreError::new(RemoteError::Corrupt, why));
         }
         let binding = binding(self.plain, self.path, payload);
         let (cipher, filled) = (self.cipher, std::mem::take(&mut self.filled));

@@ -6,7 +6,7 @@ use crate::redact::redacted;
 
 /// The error of an operation: its kind, and the store's own text for the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StoreError {
+pub struct ObjectStoreError {
     /// The kind.
     pub kind: RemoteError,
     /// The text from the store or the system; never a credential.
@@ -15,7 +15,7 @@ pub struct StoreError {
     pub advice: Option<&'static str>,
 }
 
-impl StoreError {
+impl ObjectStoreError {
     /// An error with the store's own text, without credentials in its URLs.
     pub fn new(kind: RemoteError, detail: impl std::fmt::Display) -> Self {
         Self {
@@ -40,13 +40,13 @@ impl StoreError {
     }
 }
 
-impl From<RemoteError> for StoreError {
+impl From<RemoteError> for ObjectStoreError {
     fn from(kind: RemoteError) -> Self {
         Self::new(kind, kind)
     }
 }
 
-impl std::fmt::Display for StoreError {
+impl std::fmt::Display for ObjectStoreError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if self.detail.is_empty() || self.detail == self.kind.to_string() {
             write!(f, "{}", self.kind)
@@ -56,10 +56,10 @@ impl std::fmt::Display for StoreError {
     }
 }
 
-impl std::error::Error for StoreError {}
+impl std::error::Error for ObjectStoreError {}
 
 /// The result of a call.
-pub type Result<T> = std::result::Result<T, StoreError>;
+pub type Result<T> = std::result::Result<T, ObjectStoreError>;
 
 /// The remedy of a kind of failure.
 pub fn advice(kind: RemoteError) -> &'static str {
@@ -78,6 +78,6 @@ pub fn advice(kind: RemoteError) -> &'static str {
     }
 }
 
-pub(crate) fn out_of_arena(range: undercroft_core::arena::OutOfBounds) -> StoreError {
-    StoreError::new(RemoteError::Unreachable, range)
+pub(crate) fn out_of_arena(range: undercroft_core::arena::OutOfBounds) -> ObjectStoreError {
+    ObjectStoreError::new(RemoteError::Unreachable, range)
 }

@@ -2,11 +2,11 @@
 
 use undercroft_core::remote::RemoteError;
 
-use crate::body::Body;
+use crate::body::ObjectBody;
 use crate::location::{Location, LocationError, Scheme};
-use crate::objects::{Entry, Objects};
+use crate::objects::{ListedObject, Objects};
 use crate::receiver::Receiver;
-use crate::store_error::{Result, StoreError};
+use crate::store_error::{ObjectStoreError, Result};
 
 /// The environment of a process does not change.
 const ADVICE: &str = "correct this and start vLLM again; `undercroft doctor --remote URL` tells whether the store can be \
@@ -16,7 +16,7 @@ const ADVICE: &str = "correct this and start vLLM again; `undercroft doctor --re
 #[derive(Debug)]
 pub(crate) struct UnusableStore {
     name: &'static str,
-    error: StoreError,
+    error: ObjectStoreError,
 }
 
 impl UnusableStore {
@@ -29,7 +29,7 @@ impl UnusableStore {
                 Scheme::Rediss => Scheme::Redis.name(),
                 scheme => scheme.name(),
             },
-            error: StoreError::new(RemoteError::Unreachable, reason).or_advice(ADVICE),
+            error: ObjectStoreError::new(RemoteError::Unreachable, reason).or_advice(ADVICE),
         }
     }
 
@@ -55,7 +55,7 @@ impl Objects for UnusableStore {
         self.fail()
     }
 
-    fn put(&self, _path: &str, _body: &Body<'_>, _if_absent: bool) -> Result<bool> {
+    fn put(&self, _path: &str, _body: &ObjectBody<'_>, _if_absent: bool) -> Result<bool> {
         self.fail()
     }
 
@@ -63,11 +63,11 @@ impl Objects for UnusableStore {
         self.fail()
     }
 
-    fn list(&self, _below: &str, _each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+    fn list(&self, _below: &str, _each: &mut dyn FnMut(ListedObject) -> bool) -> Result<()> {
         self.fail()
     }
 
-    fn delete_unchanged(&self, _entries: &[Entry]) -> Result<Vec<bool>> {
+    fn delete_unchanged(&self, _entries: &[ListedObject]) -> Result<Vec<bool>> {
         self.fail()
     }
 

@@ -23,7 +23,7 @@ const SLICE: u64 = 4 << 20;
 
 /// One run of bytes to copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct CopyPiece {
     /// Address on the device's side.
     pub address: usize,
     /// Offset in the arena, in bytes.
@@ -53,7 +53,7 @@ pub struct Ended {
 #[derive(Debug)]
 struct CopyJob {
     id: u64,
-    pieces: Arc<[Piece]>,
+    pieces: Arc<[CopyPiece]>,
     /// The first piece that no thread has taken.
     next: usize,
     /// Slices that threads are copying.
@@ -73,7 +73,7 @@ struct CopierState {
 struct Slice {
     direction: Direction,
     job: u64,
-    pieces: Arc<[Piece]>,
+    pieces: Arc<[CopyPiece]>,
     range: Range<usize>,
 }
 
@@ -173,7 +173,7 @@ impl CopierShared {
         }
     }
 
-    fn copy(&self, routine: Routine, direction: Direction, piece: &Piece) {
+    fn copy(&self, routine: Routine, direction: Direction, piece: &CopyPiece) {
         // `submit` has checked the range; an error here cannot happen and copies nothing.
         let Ok(arena) = self.arena.pointer(piece.offset, piece.len) else {
             return;
@@ -228,13 +228,13 @@ impl Copier {
     /// Until a job is returned by [`Copier::poll`], each of its pieces' `len` bytes at its `address` must be valid for
     /// reads (save) or writes (load) from any thread, must not overlap the arena, and no other thread may write them
     /// (save) or access them (load).
-    pub unsafe fn submit<P: IntoIterator<Item = Piece>>(
+    pub unsafe fn submit<P: IntoIterator<Item = CopyPiece>>(
         &self,
         direction: Direction,
         jobs: impl IntoIterator<Item = (u64, P)>,
     ) -> Result<(), OutOfBounds> {
         let prepare = |(id, pieces)| Ok((id, self.prepare(pieces)?));
-        let jobs: Vec<(u64, Vec<Piece>)> =
+        let jobs: Vec<(u64, Vec<CopyPiece>)> =
             jobs.into_iter().map(prepare).collect::<Result<_, _>>()?;
         let mut state = self.shared.state();
         for (job, pieces) in jobs {
@@ -256,8 +256,11 @@ impl Copier {
     }
 
     /// Checks the pieces, joins pieces that are adjacent in source and target, and splits long pieces.
-    fn prepare(&self, pieces: impl IntoIterator<Item = Piece>) -> Result<Vec<Piece>, OutOfBounds> {
-        let mut joined: Vec<Piece> = Vec::new();
+    fn prepare(
+        &self,
+        pieces: impl IntoIterator<Item = CopyPiece>,
+    ) -> Result<Vec<CopyPiece>, OutOfBounds> {
+        let mut joined: Vec<CopyPiece> = Vec::new();
         for piece in pieces {
             self.shared.arena.check(piece.offset, piece.len)?;
             match joined.last_mut() {
@@ -265,7 +268,7 @@ impl Copier {
                 _ => joined.push(piece),
             }
         }
-        Ok(joined.iter().flat_map(Piece::split).collect())
+        Ok(joined.iter().flat_map(CopyPiece::split).collect())
     }
 
     /// Jobs that have ended since the last call.
@@ -297,7 +300,7 @@ impl Drop for Copier {
     }
 }
 
-impl Piece {
+impl CopyPiece {
     fn goes_on_with(&self, next: &Self) -> bool {
         self.address.wrapping_add(self.len as usize) == next.address
             && self.offset + self.len == next.offset
@@ -330,11 +333,11 @@ mod tests {
     }
 
     /// Pages of `page` bytes, the device's in order, the arena's in reverse.
-    fn pages(device: &mut [u8], page: usize) -> Vec<Piece> {
+    fn pages(device: &mut [u8], page: usize) -> Vec<CopyPiece> {
         let count = device.len() / page;
         let address = device.as_mut_ptr().expose_provenance();
         (0..count)
-            .map(|i| Piece {
+            .map(|i| CopyPiece {
                 address: address + i * page,
                 offset: ((count - 1 - i) * page) as u64,
                 len: page as u64,
@@ -369,7 +372,7 @@ mod tests {
     #[test]
     fn pieces_that_go_on_are_joined_and_long_ones_are_split() {
         let (_arena, copier) = copier(16 * MIB, 1);
-        let piece = |address, offset, len| Piece {
+        let piece = |address, offset, len| CopyPiece {
             address,
             offset,
             len,
@@ -399,13 +402,13 @@ mod tests {
         let (_arena, copier) = copier(MIB, 1);
         let mut device = vec![0; 4096];
         let address = device.as_mut_ptr().expose_provenance();
-        let inside = Piece {
+        let inside = CopyPiece {
             address,
             offset: 0,
             len: 4096,
         };
         for offset in [MIB as u64 - 4095, u64::MAX - 10] {
-            let outside = Piece { offset, ..inside };
+            let outside = CopyPiece { offset, ..inside };
             // SAFETY: `device` outlives the copier's jobs.
             let refused = unsafe {
                 copier.submit(
@@ -424,7 +427,7 @@ mod tests {
         let (_arena, copier) = copier(MIB, 1);
         let mut device = vec![1_u8; 3 * 4096];
         let address = device.as_mut_ptr().expose_provenance();
-        let piece = |index: usize| Piece {
+        let piece = |index: usize| CopyPiece {
             address: address + index * 4096,
             offset: index as u64 * 4096,
             len: 4096,

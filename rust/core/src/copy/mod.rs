@@ -4,6 +4,6 @@ mod copier;
 mod nontemporal;
 mod routine;
 
-pub use copier::{Copier, Direction, Ended, Piece};
+pub use copier::{Copier, CopyPiece, Direction, Ended};
 pub use nontemporal::write_once;
 pub use routine::Routine;

@@ -62,10 +62,10 @@ impl Table {
     }
 
     /// Calls `each` with the pieces, one after the other.
-    pub(crate) fn read(&self, mut each: impl FnMut(&Piece)) {
+    pub(crate) fn read(&self, mut each: impl FnMut(&TablePiece)) {
         match self {
             Self::Bytes(bytes) => {
-                let mut piece = Piece::default();
+                let mut piece = TablePiece::default();
                 piece.decode(bytes, 0);
                 each(&piece);
             }
@@ -76,14 +76,14 @@ impl Table {
 
 /// The records of a part of a table.
 #[derive(Debug, Default)]
-pub(crate) struct Piece {
+pub(crate) struct TablePiece {
     /// Sound records, with their numbers.
     pub(crate) records: Vec<(u32, Record)>,
     /// Records that are damaged, or could not be read.
     pub(crate) damaged: u64,
 }
 
-impl Piece {
+impl TablePiece {
     /// Decodes whole records from number `first` on. A table that was cut off may end with a part of a record.
     fn decode(&mut self, bytes: &[u8], first: u32) {
         for (index, bytes) in (first..).zip(bytes.chunks_exact(RECORD_BYTES)) {
@@ -96,10 +96,10 @@ impl Piece {
 }
 
 /// Reads and decodes in another thread, while `each` runs.
-fn read_file(file: &File, mut each: impl FnMut(&Piece)) {
+fn read_file(file: &File, mut each: impl FnMut(&TablePiece)) {
     std::thread::scope(|scope| {
-        let (to_caller, pieces) = sync_channel::<Piece>(PIECES_AHEAD);
-        let (to_reader, spare) = channel::<Piece>();
+        let (to_caller, pieces) = sync_channel::<TablePiece>(PIECES_AHEAD);
+        let (to_reader, spare) = channel::<TablePiece>();
         let reader = std::thread::Builder::new().name("undercroft-table".into());
         let reader = reader.spawn_scoped(scope, move || {
             let empty = || spare.try_recv().unwrap_or_default();
@@ -111,7 +111,7 @@ fn read_file(file: &File, mut each: impl FnMut(&Piece)) {
                 each(&piece);
                 true
             };
-            decode_file(file, Piece::default, take);
+            decode_file(file, TablePiece::default, take);
             return;
         }
         for mut piece in pieces {
@@ -125,7 +125,11 @@ fn read_file(file: &File, mut each: impl FnMut(&Piece)) {
 }
 
 /// Calls `take` with the pieces of a file until `take` returns false. `empty` returns the pieces to fill.
-fn decode_file(file: &File, empty: impl Fn() -> Piece, mut take: impl FnMut(Piece) -> bool) {
+fn decode_file(
+    file: &File,
+    empty: impl Fn() -> TablePiece,
+    mut take: impl FnMut(TablePiece) -> bool,
+) {
     let len = file.metadata().map_or(0, |metadata| metadata.len());
     let mut bytes = vec![0; PIECE];
     for at in (0..len).step_by(PIECE) {

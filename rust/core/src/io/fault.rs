@@ -72,7 +72,7 @@ impl FaultHook for Script {
 
 /// Rates of faults, in calls of a thousand.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Rates {
+pub struct FaultRates {
     /// A transfer moves only a part, of any length.
     pub short: u32,
     /// EINTR or EAGAIN.
@@ -88,13 +88,13 @@ pub struct Rates {
 /// Faults at random, from a seed.
 #[derive(Debug)]
 pub struct Noise {
-    rates: Rates,
+    rates: FaultRates,
     state: AtomicU64,
 }
 
 impl Noise {
     /// The same seed gives the same faults for the same sequence of calls.
-    pub fn new(seed: u64, rates: Rates) -> Self {
+    pub fn new(seed: u64, rates: FaultRates) -> Self {
         Self {
             rates,
             state: AtomicU64::new(seed),

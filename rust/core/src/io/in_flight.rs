@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::batch::Batch;
 use super::fault_hook::Verdict;
-use super::operation::{Operation, Progress, Summing};
+use super::operation::{IoOperation, Progress, Summing};
 use super::{IoCompletion, IoFault, device_depth};
 
 /// The operations of one device, in flight or waiting.
@@ -58,7 +58,7 @@ pub(super) struct Slot {
 
 #[derive(Debug)]
 pub(super) struct Active {
-    pub(super) operation: Operation,
+    pub(super) operation: IoOperation,
     /// Checksum of the source of a write, once it is known.
     pub(super) source: Option<u64>,
     pub(super) pieces: Vec<RingPiece>,
@@ -77,7 +77,7 @@ pub(super) struct RingPiece {
 }
 
 /// Files are registered device by device, in the order of [`FileKind`].
-pub(super) fn file_index(operation: &Operation) -> u32 {
+pub(super) fn file_index(operation: &IoOperation) -> u32 {
     u32::from(operation.device) * 3 + operation.file as u32
 }
 

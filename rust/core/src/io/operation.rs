@@ -33,7 +33,7 @@ const STALLS_MAX: u32 = 32;
 
 /// A request all of whose fields have been checked.
 #[derive(Debug)]
-pub(super) struct Operation {
+pub(super) struct IoOperation {
     pub(super) token: u64,
     pub(super) device: u16,
     pub(super) file: FileKind,
@@ -70,7 +70,7 @@ pub(super) enum Body {
     Sync,
 }
 
-impl Operation {
+impl IoOperation {
     /// Checks a request: EINVAL for an impossible device, range or alignment.
     pub(super) fn new(request: IoRequest, arena: &Arena, devices: usize) -> Result<Self, IoFault> {
         let (token, device, file, file_offset, len, body) = match request {
@@ -169,7 +169,7 @@ impl Operation {
         }
     }
 
-    /// Like [`Operation::new`], and EINVAL for an encrypted payload.
+    /// Like [`IoOperation::new`], and EINVAL for an encrypted payload.
     pub(super) fn plain(
         request: IoRequest,
         arena: &Arena,

@@ -10,7 +10,7 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use super::fault_hook::{Direct, FaultHook};
-use super::operation::{Body, ERASE_MODES, Next, Operation, Progress};
+use super::operation::{Body, ERASE_MODES, IoOperation, Next, Progress};
 use super::sealed::{self, SealedBuffer};
 use super::waker::Wake;
 use super::{DRAIN_LIMIT, DeviceFiles, IoCompletion, IoEngine, IoFault, IoRequest, Waker};
@@ -53,8 +53,8 @@ struct PoolState {
 
 #[derive(Debug, Default)]
 struct DeviceQueue {
-    reads: VecDeque<Operation>,
-    others: VecDeque<Operation>,
+    reads: VecDeque<IoOperation>,
+    others: VecDeque<IoOperation>,
     running: usize,
     /// Operations submitted whose completions were not delivered yet.
     in_flight: usize,
@@ -159,7 +159,7 @@ impl<I: FaultHook> IoEngine for ThreadPool<I> {
 
     fn submit(&mut self, request: IoRequest) {
         let (token, device) = (request.token(), usize::from(request.device()));
-        let operation = Operation::new(request, &self.shared.arena, self.shared.devices().len());
+        let operation = IoOperation::new(request, &self.shared.arena, self.shared.devices().len());
         let mut state = self.shared.lock();
         let queue = state.queues.get_mut(device);
         let has_room = queue.as_ref().is_none_or(|of| of.in_flight < self.depth);
@@ -288,7 +288,11 @@ impl<I: FaultHook> PoolShared<I> {
         self.devices.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn carry_out(&self, operation: &Operation, buffer: &mut SealedBuffer) -> Result<u64, IoFault> {
+    fn carry_out(
+        &self,
+        operation: &IoOperation,
+        buffer: &mut SealedBuffer,
+    ) -> Result<u64, IoFault> {
         let device = Arc::clone(&self.devices()[usize::from(operation.device)]);
         let file = device.get(operation.file);
         if operation.is_erasure() {
@@ -322,7 +326,7 @@ impl<I: FaultHook> PoolShared<I> {
 
     fn carry_out_sealed(
         &self,
-        operation: &Operation,
+        operation: &IoOperation,
         file: BorrowedFd<'_>,
         buffer: &mut SealedBuffer,
     ) -> Result<u64, IoFault> {
@@ -343,7 +347,7 @@ impl<I: FaultHook> PoolShared<I> {
 
     fn transfer(
         &self,
-        operation: &Operation,
+        operation: &IoOperation,
         file: BorrowedFd<'_>,
         done: u32,
         len: u32,
@@ -369,7 +373,7 @@ impl<I: FaultHook> PoolShared<I> {
         Ok(verdict.reported(moved as u32))
     }
 
-    fn erase(&self, operation: &Operation, file: BorrowedFd<'_>) -> Result<u32, Errno> {
+    fn erase(&self, operation: &IoOperation, file: BorrowedFd<'_>) -> Result<u32, Errno> {
         let (at, len) = (operation.file_offset, operation.len);
         let verdict = self.fault_hook.on_call(&operation.call(at, len));
         verdict.issued(len)?;
@@ -383,7 +387,7 @@ impl<I: FaultHook> PoolShared<I> {
         erased.map(|()| 0)
     }
 
-    fn sync(&self, operation: &Operation, file: BorrowedFd<'_>) -> Result<u32, Errno> {
+    fn sync(&self, operation: &IoOperation, file: BorrowedFd<'_>) -> Result<u32, Errno> {
         let verdict = self.fault_hook.on_call(&operation.sync_call());
         verdict.issued(0)?;
         rustix::fs::fdatasync(file).map(|()| 0)

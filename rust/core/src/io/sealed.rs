@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use super::IoFault;
 use super::fault_hook::Verdict;
-use super::operation::{Body, Operation};
+use super::operation::{Body, IoOperation};
 use crate::arena::Arena;
 use crate::checksum::checksum;
 use crate::cipher::{PayloadCipher, SEAL_BYTES, close_seal, is_intact};
@@ -55,7 +55,7 @@ impl SealedBuffer {
 /// Carries out the transfer of an encrypted payload: `transfer` reads or writes all bytes at the operation's place in
 /// the file. Returns the checksum of the plain payload.
 pub(super) fn carry_out(
-    operation: &Operation,
+    operation: &IoOperation,
     (arena, cipher): (&Arena, &Arc<dyn PayloadCipher>),
     buffer: &mut SealedBuffer,
     transfer: impl FnOnce(&mut [u8]) -> Result<(), IoFault>,

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use super::fault_hook::{Direct, FaultHook, Verdict};
 use super::in_flight::{Active, Lane, Queues, RingPiece, Slot, file_index, parts, user_data};
-use super::operation::{Body, ERASE_MODES, Next, Operation, Progress, Summing};
+use super::operation::{Body, ERASE_MODES, IoOperation, Next, Progress, Summing};
 use super::ring::{Buffer, REFUSAL_PAUSE, Ring, RingTransfer, WAKE};
 use super::waker::{EventWake, Wake};
 use super::{
@@ -169,7 +169,7 @@ impl<I: FaultHook> Uring<I> {
         }
     }
 
-    fn start(&mut self, index: u16, operation: Operation) {
+    fn start(&mut self, index: u16, operation: IoOperation) {
         let len = operation.len;
         let moved = if operation.is_transfer() { len } else { 0 };
         let pieces: Vec<_> = (0..moved)
@@ -540,7 +540,7 @@ impl<I: FaultHook> IoEngine for Uring<I> {
         let takes = has_room && !self.is_broken();
         let index = if takes { self.free.pop() } else { None };
         let operation = match index {
-            Some(_) => Operation::plain(request, &self.arena, self.devices.len()),
+            Some(_) => IoOperation::plain(request, &self.arena, self.devices.len()),
             None => Err(IoFault::Os(refusal.raw_os_error())),
         };
         match (operation, index) {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
 use undercroft_core::disk::Health;
-use undercroft_core::io::fault::{FaultEngine, Noise, Rates, Script};
+use undercroft_core::io::fault::{FaultEngine, FaultRates, Noise, Script};
 use undercroft_core::io::fault_hook::{Call, CallKind, FaultHook, Verdict};
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::{FileKind, IoFault};
@@ -73,10 +73,10 @@ fn short_and_interrupted_calls_cost_nothing() {
     for io in Io::all() {
         let (_guard, store) = dir();
         let noise = |seed| {
-            let rates = Rates {
+            let rates = FaultRates {
                 short: 300,
                 interrupted: 200,
-                ..Rates::default()
+                ..FaultRates::default()
             };
             Noise::new(seed, rates)
         };
@@ -200,7 +200,7 @@ fn a_device_that_fails_every_read_is_given_up_and_tried_again() {
 
 #[test]
 fn whatever_the_noise_no_byte_is_wrong_and_the_tier_recovers() {
-    let rates = Rates {
+    let rates = FaultRates {
         short: 50,
         interrupted: 50,
         read_error: 40,

@@ -18,7 +18,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 use undercroft_core::arena::Arena;
 use undercroft_core::checksum::checksum;
-use undercroft_core::io::fault::{FaultControl, FaultEngine, Noise, Rates, Script};
+use undercroft_core::io::fault::{FaultControl, FaultEngine, FaultRates, Noise, Script};
 use undercroft_core::io::fault_hook::{CallKind, Verdict};
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::uring::Uring;
@@ -375,7 +375,7 @@ fn dropping_waits_for_what_is_in_flight(open: Open) {
 fn noise_never_makes_wrong_bytes(
     open: impl Fn(Arc<Arena>, DeviceFiles, Noise) -> Box<dyn IoEngine>,
 ) {
-    let rates = Rates {
+    let rates = FaultRates {
         short: 300,
         interrupted: 200,
         read_error: 20,

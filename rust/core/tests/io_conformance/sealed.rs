@@ -7,7 +7,7 @@ use std::sync::Arc;
 use undercroft_cipher::{AesGcm, Keys};
 use undercroft_core::checksum::checksum;
 use undercroft_core::cipher::{Binding, PayloadCipher, SEAL_BYTES};
-use undercroft_core::io::fault::{Noise, Rates, Script};
+use undercroft_core::io::fault::{FaultRates, Noise, Script};
 use undercroft_core::io::fault_hook::{CallKind, FaultHook, Verdict};
 use undercroft_core::io::pool::ThreadPool;
 use undercroft_core::io::uring::Uring;
@@ -291,7 +291,7 @@ fn an_engine_without_a_cipher_writes_no_plain_payload_in_place_of_an_encrypted_o
 
 #[test]
 fn noise_never_makes_wrong_bytes() {
-    let rates = Rates {
+    let rates = FaultRates {
         short: 300,
         interrupted: 200,
         read_error: 20,

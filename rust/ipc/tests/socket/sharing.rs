@@ -4,7 +4,7 @@ use undercroft_core::driver::EngineAccess;
 use undercroft_core::explain::ExplainQuery;
 use undercroft_core::key::BlockHash;
 use undercroft_core::session::{Load, LookupRequest, Save, SaveRequest, Session, Sources, Tokens};
-use undercroft_ipc::{ConnectionState, Operation, OperatorHint, operate};
+use undercroft_ipc::{ConnectionState, OperatorHint, OperatorRequest, operate};
 
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, lookup, save, until};
 
@@ -124,7 +124,7 @@ fn an_operator_is_told_of_the_last_lookups_by_their_requests_names() {
         lookup(&client, "chatcmpl-two", &prompt) == Some(8 * TOKENS)
     });
     let explain = |query| {
-        let json = operate(&socket, Operation::Explain(query), PATIENCE).unwrap();
+        let json = operate(&socket, OperatorRequest::Explain(query), PATIENCE).unwrap();
         let told: serde_json::Value = serde_json::from_str(&json).unwrap();
         assert!(told["before"].is_null());
         told["lookups"].as_array().unwrap().clone()
@@ -167,7 +167,7 @@ fn an_operator_pins_blocks_by_their_hashes_and_ends_the_pin() {
         ..OperatorHint::default()
     };
     let give = |hint: &OperatorHint| -> serde_json::Value {
-        let json = operate(&socket, Operation::Hint(hint.clone()), PATIENCE).unwrap();
+        let json = operate(&socket, OperatorRequest::Hint(hint.clone()), PATIENCE).unwrap();
         serde_json::from_str(&json).unwrap()
     };
     let accepted = serde_json::json!({"answer": "accepted", "tokens": 8 * TOKENS});

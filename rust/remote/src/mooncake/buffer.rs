@@ -6,14 +6,14 @@ use std::time::Instant;
 use undercroft_core::arena::{ARENA_ALIGN, Arena};
 use undercroft_core::remote::RemoteError;
 
-use crate::store_error::{Result, StoreError};
+use crate::store_error::{ObjectStoreError, Result};
 
 /// Size of the memory in bytes. Pages that no object has used are not allocated.
 pub(super) const BUFFER_BYTES: u64 = 256 << 20;
 
 /// The memory, and which ranges of it are in use.
 #[derive(Debug)]
-pub(super) struct Buffer {
+pub(super) struct SharedMemory {
     pub(super) arena: Arena,
     /// Ranges in use, by their start: first and end.
     used: Mutex<Vec<(u64, u64)>>,
@@ -22,16 +22,16 @@ pub(super) struct Buffer {
 
 /// A range that belongs to one operation until the range is dropped.
 #[derive(Debug)]
-pub(super) struct Slot {
-    buffer: Arc<Buffer>,
+pub(super) struct SharedRange {
+    buffer: Arc<SharedMemory>,
     pub(super) at: u64,
     pub(super) len: u64,
 }
 
-impl Buffer {
+impl SharedMemory {
     pub(super) fn new(bytes: u64) -> Result<Arc<Self>> {
         let arena = Arena::create(bytes);
-        let arena = arena.map_err(|error| StoreError::new(RemoteError::Stopped, error))?;
+        let arena = arena.map_err(|error| ObjectStoreError::new(RemoteError::Stopped, error))?;
         Ok(Arc::new(Self {
             arena,
             used: Mutex::default(),
@@ -40,25 +40,24 @@ impl Buffer {
     }
 
     /// Waits for a free range of `len` bytes.
-    pub(super) fn take(self: &Arc<Self>, len: u64, deadline: Instant) -> Result<Slot> {
+    pub(super) fn take(self: &Arc<Self>, len: u64, deadline: Instant) -> Result<SharedRange> {
         let len = len.next_multiple_of(ARENA_ALIGN);
         if len > self.arena.size() {
             let text = format!("an object of {len} bytes");
-            return Err(
-                StoreError::new(RemoteError::Full, text).or_advice("set a smaller remote_object")
-            );
+            return Err(ObjectStoreError::new(RemoteError::Full, text)
+                .or_advice("set a smaller remote_object"));
         }
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some((index, at)) = gap(&used, len, self.arena.size()) {
                 used.insert(index, (at, at + len));
                 let buffer = Arc::clone(self);
-                return Ok(Slot { buffer, at, len });
+                return Ok(SharedRange { buffer, at, len });
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let text = "no room in the memory shared with Mooncake's client";
-                return Err(StoreError::new(RemoteError::Late, text));
+                return Err(ObjectStoreError::new(RemoteError::Late, text));
             }
             let waited = self.freed.wait_timeout(used, left);
             (used, _) = waited.unwrap_or_else(PoisonError::into_inner);
@@ -78,7 +77,7 @@ fn gap(used: &[(u64, u64)], len: u64, size: u64) -> Option<(usize, u64)> {
     (size - start >= len).then_some((used.len(), start))
 }
 
-impl Drop for Slot {
+impl Drop for SharedRange {
     fn drop(&mut self) {
         let used = self.buffer.used.lock();
         let mut used = used.unwrap_or_else(PoisonError::into_inner);
@@ -96,15 +95,15 @@ mod tests {
 
     #[test]
     fn ranges_do_not_overlap_and_come_back() {
-        let buffer = Buffer::new(10 * ARENA_ALIGN).unwrap();
+        let buffer = SharedMemory::new(10 * ARENA_ALIGN).unwrap();
         let now = Instant::now();
         let take = |pages| buffer.take(pages * ARENA_ALIGN - 1, now);
-        let slots: Vec<Slot> = [3, 2, 4].map(|pages| take(pages).unwrap()).into();
+        let slots: Vec<SharedRange> = [3, 2, 4].map(|pages| take(pages).unwrap()).into();
         let starts: Vec<u64> = slots.iter().map(|slot| slot.at / ARENA_ALIGN).collect();
         assert_eq!(starts, [0, 3, 5]);
         assert_eq!(take(2).unwrap_err().kind, RemoteError::Late);
         assert_eq!(take(11).unwrap_err().kind, RemoteError::Full);
-        let [first, second, _third] = <[Slot; 3]>::try_from(slots).unwrap();
+        let [first, second, _third] = <[SharedRange; 3]>::try_from(slots).unwrap();
         drop(second);
         assert_eq!(take(2).unwrap().at, 3 * ARENA_ALIGN);
         drop(first);
@@ -113,7 +112,7 @@ mod tests {
 
     #[test]
     fn who_waits_gets_the_range_that_another_gives_back() {
-        let buffer = Buffer::new(ARENA_ALIGN).unwrap();
+        let buffer = SharedMemory::new(ARENA_ALIGN).unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
         let slot = buffer.take(1, deadline).unwrap();
         std::thread::scope(|scope| {

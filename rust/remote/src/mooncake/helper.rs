@@ -20,9 +20,9 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 use undercroft_core::fork::Unshared;
 use undercroft_core::remote::RemoteError;
 
-use super::buffer::Slot;
-use super::protocol::{Answer, Numbered, Request, Start};
-use crate::store_error::{Result, StoreError};
+use super::buffer::SharedRange;
+use super::protocol::{Answer, HelperStart, Numbered, Request};
+use crate::store_error::{ObjectStoreError, Result};
 
 /// A process that has not answered a request for this time is ended.
 const HUNG: Duration = Duration::from_secs(10);
@@ -56,15 +56,15 @@ pub fn set_python(path: PathBuf) {
 #[derive(Debug)]
 struct Pending {
     since: Instant,
-    answer: Sender<(Answer, Option<Slot>)>,
-    slot: Option<Slot>,
+    answer: Sender<(Answer, Option<SharedRange>)>,
+    slot: Option<SharedRange>,
 }
 
 #[derive(Debug, Default)]
 struct HelperState {
     pending: HashMap<u64, Pending>,
     /// Slots of transfers that failed.
-    held: Vec<Slot>,
+    held: Vec<SharedRange>,
     /// The number of the last request. The settings have number 0.
     last: u64,
     /// Whether the process is connected to the store; `None` before it has reported.
@@ -91,23 +91,27 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn failed(words: impl std::fmt::Display) -> StoreError {
+fn failed(words: impl std::fmt::Display) -> ObjectStoreError {
     let text = format_args!("Mooncake's client: {words}");
-    StoreError::new(RemoteError::Unreachable, text)
+    ObjectStoreError::new(RemoteError::Unreachable, text)
 }
 
-fn late() -> StoreError {
-    StoreError::new(RemoteError::Late, "no answer of Mooncake's client in time")
+fn late() -> ObjectStoreError {
+    ObjectStoreError::new(RemoteError::Late, "no answer of Mooncake's client in time")
 }
 
 impl Helper {
     /// Starts the process, and two threads that live as long.
-    pub(super) fn start(settings: &Start<'_>, memory: BorrowedFd<'_>) -> Result<Arc<Self>> {
+    pub(super) fn start(settings: &HelperStart<'_>, memory: BorrowedFd<'_>) -> Result<Arc<Self>> {
         let python = PYTHON.get().map_or("python3".into(), Clone::clone);
         Self::start_by(&python, settings, memory)
     }
 
-    fn start_by(python: &Path, settings: &Start<'_>, memory: BorrowedFd<'_>) -> Result<Arc<Self>> {
+    fn start_by(
+        python: &Path,
+        settings: &HelperStart<'_>,
+        memory: BorrowedFd<'_>,
+    ) -> Result<Arc<Self>> {
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         // A forked child with this end would keep the process alive.
         let ours = Unshared::new(ours);
@@ -192,7 +196,11 @@ impl Helper {
     }
 
     /// Sends a request. `slot` is the range of the memory that it is about.
-    pub(super) fn ask(&self, request: &Request, slot: Option<Slot>) -> Result<Waiting> {
+    pub(super) fn ask(
+        &self,
+        request: &Request,
+        slot: Option<SharedRange>,
+    ) -> Result<PendingAnswer> {
         let (answer, received) = channel();
         let mut state = locked(&self.state);
         if state.has_ended {
@@ -214,7 +222,7 @@ impl Helper {
             // A part of the line may have been written.
             self.end();
         }
-        Ok(Waiting { received })
+        Ok(PendingAnswer { received })
     }
 
     /// Ends the process. Operations that it has not answered fail.
@@ -240,7 +248,7 @@ impl Helper {
         self.end();
     }
 
-    fn end_of_process(&self) -> StoreError {
+    fn end_of_process(&self) -> ObjectStoreError {
         let words = locked(&self.words);
         match words.is_empty() {
             true => failed("its process has ended"),
@@ -307,13 +315,17 @@ fn line(reader: &mut impl BufRead, most: u64) -> Option<Vec<u8>> {
 
 /// An answer that may come.
 #[derive(Debug)]
-pub(super) struct Waiting {
-    received: Receiver<(Answer, Option<Slot>)>,
+pub(super) struct PendingAnswer {
+    received: Receiver<(Answer, Option<SharedRange>)>,
 }
 
-impl Waiting {
+impl PendingAnswer {
     /// The answer, and the range of the memory that the request was about.
-    pub(super) fn wait(self, helper: &Helper, deadline: Instant) -> Result<(Answer, Option<Slot>)> {
+    pub(super) fn wait(
+        self,
+        helper: &Helper,
+        deadline: Instant,
+    ) -> Result<(Answer, Option<SharedRange>)> {
         let left = deadline.saturating_duration_since(Instant::now());
         let (answer, slot) = self
             .received
@@ -351,7 +363,7 @@ mod tests {
         std::fs::write(&program, "#!/bin/sh\nexec sleep 1000\n").unwrap();
         let mode = std::fs::Permissions::from_mode(0o700);
         std::fs::set_permissions(&program, mode).unwrap();
-        let settings = Start {
+        let settings = HelperStart {
             bytes: ARENA_ALIGN,
             master: "",
             metadata,

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use undercroft_core::remote::RemoteError;
 
-use crate::store_error::{Result, StoreError};
+use crate::store_error::{ObjectStoreError, Result};
 
 const FULL: &str = "lend the store more memory: start mooncake_client on more machines, or add segment=16GiB to the URL";
 const NO_WHEEL: &str = "install Mooncake's client beside undercroft: pip install mooncake-transfer-engine, or \
@@ -14,7 +14,7 @@ const NO_SETUP: &str = "check that mooncake_master runs and answers at the addre
 
 /// The first line to a helper, sent with the descriptor of the shared memory. The helper's answer has number 0.
 #[derive(Debug, Serialize)]
-pub(super) struct Start<'a> {
+pub(super) struct HelperStart<'a> {
     /// Bytes of the shared memory.
     pub(super) bytes: u64,
     pub(super) master: &'a str,
@@ -74,12 +74,14 @@ pub(super) struct Answer {
 
 impl Answer {
     /// The error in the answer.
-    pub(super) fn error(&self) -> Option<StoreError> {
+    pub(super) fn error(&self) -> Option<ObjectStoreError> {
         let kind = match self.error.as_str() {
             "" => return None,
             "not_found" => RemoteError::NotFound,
             "full" => {
-                return Some(StoreError::new(RemoteError::Full, &self.detail).or_advice(FULL));
+                return Some(
+                    ObjectStoreError::new(RemoteError::Full, &self.detail).or_advice(FULL),
+                );
             }
             "late" => RemoteError::Late,
             "no_wheel" => return Some(self.unusable(NO_WHEEL)),
@@ -87,7 +89,7 @@ impl Answer {
             "no_setup" => return Some(self.unusable(NO_SETUP)),
             _ => RemoteError::Unreachable,
         };
-        Some(StoreError::new(kind, &self.detail))
+        Some(ObjectStoreError::new(kind, &self.detail))
     }
 
     /// Whether a transfer may still run, although the request has failed.
@@ -95,10 +97,10 @@ impl Answer {
         !self.error.is_empty() && !self.settled
     }
 
-    fn unusable(&self, advice: &'static str) -> StoreError {
-        StoreError {
+    fn unusable(&self, advice: &'static str) -> ObjectStoreError {
+        ObjectStoreError {
             advice: Some(advice),
-            ..StoreError::new(RemoteError::Unreachable, &self.detail)
+            ..ObjectStoreError::new(RemoteError::Unreachable, &self.detail)
         }
     }
 
@@ -119,9 +121,9 @@ impl Answer {
     }
 }
 
-fn not_understood() -> StoreError {
+fn not_understood() -> ObjectStoreError {
     let text = "an answer of Mooncake's client that makes no sense";
-    StoreError::new(RemoteError::Unreachable, text)
+    ObjectStoreError::new(RemoteError::Unreachable, text)
 }
 
 #[cfg(test)]

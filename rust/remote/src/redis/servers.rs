@@ -16,7 +16,7 @@ use super::address::{Address, STALL};
 use super::connection::{Access, LIST, RedisConnection};
 use super::slots::{Map, ranges, slot};
 use super::store_error;
-use crate::store_error::{Result, StoreError};
+use crate::store_error::{ObjectStoreError, Result};
 
 /// Most servers to which a command is sent, one after the other, while a cluster moves its key.
 const REDIRECTS: usize = 4;
@@ -345,6 +345,6 @@ fn redirect(details: &str, from: &str) -> Option<Address> {
     Some((host.to_owned(), port.parse().ok()?))
 }
 
-fn failed(why: impl std::fmt::Display) -> StoreError {
-    StoreError::new(RemoteError::Unreachable, why)
+fn failed(why: impl std::fmt::Display) -> ObjectStoreError {
+    ObjectStoreError::new(RemoteError::Unreachable, why)
 }

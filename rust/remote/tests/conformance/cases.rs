@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use undercroft_core::remote::{ObjectKey, RemoteDone, RemoteError, RemoteRequest};
-use undercroft_remote::{Body, Entry};
+use undercroft_remote::{ListedObject, ObjectBody};
 
 use crate::rig::{LENS, Rig, Segment};
 
@@ -84,7 +84,9 @@ pub(crate) fn a_probe_tells_each_of_64_objects(mut rig: Rig) {
 /// Stores bytes under a segment's name, and expects that the segment is corrupt and gone afterwards.
 fn corrupt(rig: &mut Rig, segment: &Segment, bytes: &[u8]) {
     let path = segment.key.path();
-    rig.objects.put(&path, &Body::bytes(bytes), false).unwrap();
+    rig.objects
+        .put(&path, &ObjectBody::bytes(bytes), false)
+        .unwrap();
     assert_eq!(rig.get_all(segment), Err(RemoteError::Corrupt));
     rig.wait_until_gone(&path);
 }
@@ -107,7 +109,9 @@ pub(crate) fn a_changed_payload_is_corrupt_and_goes(mut rig: Rig) {
     let mut bytes = segment.bytes();
     bytes[offsets[2] as usize + 1] ^= 1;
     let path = segment.key.path();
-    rig.objects.put(&path, &Body::bytes(&bytes), false).unwrap();
+    rig.objects
+        .put(&path, &ObjectBody::bytes(&bytes), false)
+        .unwrap();
     rig.get_all(&segment).unwrap();
 }
 
@@ -176,7 +180,7 @@ impl SegmentOf<'_> {
     }
 }
 
-fn listed(rig: &Rig, below: &str) -> Vec<Entry> {
+fn listed(rig: &Rig, below: &str) -> Vec<ListedObject> {
     let mut found = Vec::new();
     let each = &mut |entry| {
         found.push(entry);
@@ -195,8 +199,9 @@ pub(crate) fn objects_are_listed_and_removed(mut rig: Rig) {
     let paths = |segments: &[Segment]| -> Vec<String> {
         segments.iter().map(|segment| segment.key.path()).collect()
     };
-    let names =
-        |found: &[Entry]| -> Vec<String> { found.iter().map(|entry| entry.path.clone()).collect() };
+    let names = |found: &[ListedObject]| -> Vec<String> {
+        found.iter().map(|entry| entry.path.clone()).collect()
+    };
     let found = listed(&rig, "");
     assert_eq!(names(&found), paths(&segments));
     let bytes = segments[0].bytes().len() as u64;
@@ -222,7 +227,7 @@ pub(crate) fn objects_are_listed_and_removed(mut rig: Rig) {
     let larger = [segments[3].bytes(), vec![0; 4096]].concat();
     let path = segments[3].key.path();
     rig.objects
-        .put(&path, &Body::bytes(&larger), false)
+        .put(&path, &ObjectBody::bytes(&larger), false)
         .unwrap();
     entries[2].modified -= std::time::Duration::from_secs(60);
     let removed = rig.objects.delete_unchanged(&entries).unwrap();

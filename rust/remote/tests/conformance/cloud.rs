@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use undercroft_core::remote::RemoteError;
-use undercroft_remote::{Body, Health, Location, Options};
+use undercroft_remote::{Location, ObjectBody, RemoteOptions, StoreHealth};
 
 use crate::child::{child, url_of_parent};
 use crate::rig::{Rig, Segment, options, s3_url};
@@ -18,7 +18,7 @@ fn url() -> Option<String> {
 
 fn modified(rig: &Rig) -> SystemTime {
     let mut found = None;
-    let each = &mut |entry: undercroft_remote::Entry| {
+    let each = &mut |entry: undercroft_remote::ListedObject| {
         found = Some(entry.modified);
         true
     };
@@ -55,7 +55,7 @@ fn an_old_object_that_is_read_becomes_new() {
 fn two_that_collect_at_once_keep_the_limit_under_load() {
     let Some(url) = url() else { return };
     let location = Location::parse(&url).unwrap();
-    let objects = undercroft_remote::open(&location, Options::default()).unwrap();
+    let objects = undercroft_remote::open(&location, RemoteOptions::default()).unwrap();
     let [min_age, inexact, time] = [4, 2, 12].map(Duration::from_secs);
     crate::collecting::stays_within_its_limit_under_load(&*objects, min_age, inexact, time);
 }
@@ -64,10 +64,12 @@ fn two_that_collect_at_once_keep_the_limit_under_load() {
 fn several_that_remove_an_object_at_once_all_succeed() {
     let Some(url) = url() else { return };
     let location = Location::parse(&url).unwrap();
-    let objects = &undercroft_remote::open(&location, Options::default()).unwrap();
+    let objects = &undercroft_remote::open(&location, RemoteOptions::default()).unwrap();
     let paths = &["1/removed".to_owned()];
     for _ in 0..100 {
-        objects.put(&paths[0], &Body::bytes(b"x"), true).unwrap();
+        objects
+            .put(&paths[0], &ObjectBody::bytes(b"x"), true)
+            .unwrap();
         std::thread::scope(|scope| {
             let all = [(); 4].map(|()| scope.spawn(|| objects.delete(paths)));
             for one in all {
@@ -85,7 +87,7 @@ fn wrong_credentials_and_a_missing_bucket_are_told() {
     child(test, &url, &[("AWS_SECRET_ACCESS_KEY", "wrong")]);
     let mut rig = Rig::new("s3://no-such-bucket/prefix", Box::new(())).unwrap();
     assert_eq!(rig.get_all(&Segment::new(2)), Err(RemoteError::Unreachable));
-    let Health::Failed(error) = rig.pool.as_ref().unwrap().last_result().get() else {
+    let StoreHealth::Failed(error) = rig.pool.as_ref().unwrap().last_result().get() else {
         panic!("the bucket is missing");
     };
     assert!(error.detail.contains("NoSuchBucket"), "{error}");

@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use undercroft_core::remote::RemoteError;
-use undercroft_remote::gc::{Limits, Report, collect};
-use undercroft_remote::{Body, Entry, Location, Objects, Options, Receiver, Result};
+use undercroft_remote::gc::{GcReport, Limits, collect};
+use undercroft_remote::{
+    ListedObject, Location, ObjectBody, Objects, Receiver, RemoteOptions, Result,
+};
 
 const MIB: usize = 1 << 20;
 
@@ -19,7 +21,7 @@ impl Place {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let location = Location::parse(&format!("file://{}", directory.path().display())).unwrap();
-        let objects = undercroft_remote::open(&location, Options::default()).unwrap();
+        let objects = undercroft_remote::open(&location, RemoteOptions::default()).unwrap();
         Self { objects, directory }
     }
 
@@ -27,7 +29,7 @@ impl Place {
         let path = path(number);
         let bytes = vec![0; MIB / 16];
         self.objects
-            .put(&path, &Body::bytes(&bytes), false)
+            .put(&path, &ObjectBody::bytes(&bytes), false)
             .unwrap();
         let file = std::fs::File::options()
             .write(true)
@@ -38,7 +40,7 @@ impl Place {
     }
 
     fn listed(&self) -> Vec<String> {
-        let mut found: Vec<Entry> = Vec::new();
+        let mut found: Vec<ListedObject> = Vec::new();
         let each = &mut |entry| {
             found.push(entry);
             true
@@ -49,7 +51,7 @@ impl Place {
         paths
     }
 
-    fn collect(&self, limits: Limits) -> Report {
+    fn collect(&self, limits: Limits) -> GcReport {
         collect(&*self.objects, &limits, &AtomicBool::new(false), |_, _| ()).unwrap()
     }
 }
@@ -82,7 +84,10 @@ fn the_oldest_go_until_the_rest_fits() {
         place.put(number, 1000 + (number * 7 % 32) * 100);
     }
     let about = "1/0123456789abcdef0123456789abcdef/about.json";
-    place.objects.put(about, &Body::bytes(b"{}"), true).unwrap();
+    place
+        .objects
+        .put(about, &ObjectBody::bytes(b"{}"), true)
+        .unwrap();
     let dry = place.collect(Limits {
         dry_run: true,
         ..limits(Some(MIB), None)
@@ -141,7 +146,7 @@ fn nothing_that_was_just_written_goes_and_two_at_once_remove_no_more_than_one() 
                 for number in [next % 400, 1000 + next] {
                     place
                         .objects
-                        .put(&path(number), &Body::bytes(&bytes), false)
+                        .put(&path(number), &ObjectBody::bytes(&bytes), false)
                         .unwrap();
                 }
                 next += 1;
@@ -193,7 +198,9 @@ fn write_on(
         let began = Instant::now();
         written.lock().unwrap().push(None);
         let path = path(number);
-        objects.put(&path, &Body::bytes(&bytes), true).unwrap();
+        objects
+            .put(&path, &ObjectBody::bytes(&bytes), true)
+            .unwrap();
         written.lock().unwrap()[number as usize] = Some(Instant::now());
         let found = objects.probe(&[path]).unwrap();
         assert!(
@@ -240,7 +247,7 @@ pub(crate) fn stays_within_its_limit_under_load(
         while Instant::now() < end {
             let collected = collections.lock().unwrap().iter().max().copied();
             let mut stored = 0;
-            let each = &mut |entry: Entry| {
+            let each = &mut |entry: ListedObject| {
                 // To read the store's clock, a collection writes a separate object.
                 stored += if entry.path.starts_with("1/") {
                     entry.bytes
@@ -287,7 +294,7 @@ fn two_that_collect_at_once_keep_the_limit_under_load() {
 pub(crate) fn goes_on_after_a_fault(objects: &dyn Objects, set_bad: impl Fn(bool)) {
     for number in 0..8 {
         let bytes = vec![1; LOAD_BYTES];
-        (objects.put(&path(number), &Body::bytes(&bytes), true)).unwrap();
+        (objects.put(&path(number), &ObjectBody::bytes(&bytes), true)).unwrap();
     }
     let limits = Limits {
         min_age: Duration::ZERO,
@@ -298,7 +305,7 @@ pub(crate) fn goes_on_after_a_fault(objects: &dyn Objects, set_bad: impl Fn(bool
     set_bad(false);
     let listed = || {
         let mut count = 0;
-        let each = &mut |entry: Entry| {
+        let each = &mut |entry: ListedObject| {
             count += u64::from(entry.path.starts_with("1/"));
             true
         };
@@ -333,16 +340,16 @@ impl Objects for Counted {
     fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()> {
         self.store.get(path, receiver)
     }
-    fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {
+    fn put(&self, path: &str, body: &ObjectBody<'_>, if_absent: bool) -> Result<bool> {
         self.store.put(path, body, if_absent)
     }
     fn delete(&self, _: &[String]) -> Result<()> {
         unreachable!("a collection removes only unchanged objects")
     }
-    fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+    fn list(&self, below: &str, each: &mut dyn FnMut(ListedObject) -> bool) -> Result<()> {
         self.store.list(below, each)
     }
-    fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>> {
+    fn delete_unchanged(&self, entries: &[ListedObject]) -> Result<Vec<bool>> {
         self.removals.fetch_add(1, Ordering::Relaxed);
         self.store.delete_unchanged(entries)
     }
@@ -382,7 +389,7 @@ fn a_collection_that_is_stopped_removes_nothing_more() {
         let collected = collect(&objects, &limits, stopped, told);
         (collected, objects.removals.swap(0, Ordering::Relaxed))
     };
-    let is_stopped = |collected: Result<Report>| {
+    let is_stopped = |collected: Result<GcReport>| {
         collected.is_err_and(|error| error.kind == RemoteError::Stopped)
     };
     let (collected, removals) = collect(&AtomicBool::new(true), true);

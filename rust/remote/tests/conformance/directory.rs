@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use undercroft_core::remote::{RemoteDone, RemoteError};
 use undercroft_remote::measure::measure;
-use undercroft_remote::{Body, Health, Location, Objects, Options};
+use undercroft_remote::{Location, ObjectBody, Objects, RemoteOptions, StoreHealth};
 
 use crate::rig::{Rig, Segment, options, reads_only};
 
@@ -78,7 +78,7 @@ fn no_link_leads_out_of_the_directory() {
     symlink(&outside, parent).unwrap();
     assert_eq!(rig.put(&segment, true), Err(RemoteError::Denied));
     assert_eq!(rig.get_all(&segment), Err(RemoteError::Denied));
-    let Health::Failed(denied) = rig.pool.as_ref().unwrap().last_result().get() else {
+    let StoreHealth::Failed(denied) = rig.pool.as_ref().unwrap().last_result().get() else {
         panic!("a link on the way");
     };
     assert!(denied.advice().contains("symbolic link"), "{denied}");
@@ -117,9 +117,9 @@ fn bytes_that_another_user_may_choose_are_no_hit_unless_the_operator_says_so() {
         rig.put(&segment, true).unwrap();
         let object = top.join(segment.key.path());
         let location = Location::parse(&format!("file://{}", top.display())).unwrap();
-        let any = Options {
+        let any = RemoteOptions {
             any_owner: true,
-            ..Options::default()
+            ..RemoteOptions::default()
         };
         let any = undercroft_remote::open(&location, any).unwrap();
         let mut any = Rig::over(any, Box::new(()));
@@ -127,7 +127,7 @@ fn bytes_that_another_user_may_choose_are_no_hit_unless_the_operator_says_so() {
             let undo = give_away(directory, to_a_user);
             assert_eq!(rig.get_all(&segment), Err(RemoteError::Denied));
             assert_eq!(rig.put(&segment, false), Err(RemoteError::Denied));
-            let Health::Failed(denied) = rig.pool.as_ref().unwrap().last_result().get() else {
+            let StoreHealth::Failed(denied) = rig.pool.as_ref().unwrap().last_result().get() else {
                 panic!("others may write {directory:?}");
             };
             let names = |part: &str| denied.detail.contains(part);
@@ -153,13 +153,13 @@ fn bytes_that_another_user_may_choose_are_no_hit_unless_the_operator_says_so() {
 fn a_directory_of_another_user_beside_those_of_undercroft_is_left_out() {
     let place = tempfile::tempdir().unwrap();
     let objects = store(place.path(), 60);
-    objects.put("1/a", &Body::bytes(b"x"), true).unwrap();
+    objects.put("1/a", &ObjectBody::bytes(b"x"), true).unwrap();
     let other = place.path().join("other");
     std::fs::create_dir(&other).unwrap();
     std::fs::write(other.join("file"), "x").unwrap();
     let _undo = give_away(&other, false);
     let mut found = Vec::new();
-    let each = &mut |entry: undercroft_remote::Entry| {
+    let each = &mut |entry: undercroft_remote::ListedObject| {
         found.push(entry.path);
         true
     };
@@ -172,7 +172,7 @@ fn a_directory_whose_file_system_is_not_mounted_is_unreachable_and_not_made() {
     let place = tempfile::tempdir().unwrap();
     let path = place.path().join("mount/remote");
     let location = Location::parse(&format!("file://{}", path.display())).unwrap();
-    let error = undercroft_remote::open(&location, Options::default()).unwrap_err();
+    let error = undercroft_remote::open(&location, RemoteOptions::default()).unwrap_err();
     assert!(
         error.to_string().contains("mount the file system"),
         "{error}"
@@ -185,7 +185,7 @@ fn a_directory_whose_file_system_is_not_mounted_is_unreachable_and_not_made() {
     assert_eq!(rig.get_all(&segment), Err(RemoteError::Unreachable));
     assert_eq!(rig.probe(vec![segment.key]), Err(RemoteError::Unreachable));
     let last = rig.pool.as_ref().unwrap().last_result().get();
-    let Health::Failed(last) = last else {
+    let StoreHealth::Failed(last) = last else {
         panic!("{last:?}");
     };
     assert!(
@@ -284,7 +284,7 @@ fn what_a_writer_left_behind_that_was_killed_is_no_object_and_is_removed_when_it
     let place = tempfile::tempdir().unwrap();
     let objects = store(place.path(), 60);
     let path = Segment::new(5).key.path();
-    objects.put(&path, &Body::bytes(b"x"), true).unwrap();
+    objects.put(&path, &ObjectBody::bytes(b"x"), true).unwrap();
     let object = place.path().join(path);
     let left = object.with_file_name(".undercroft-0000000000000001-7");
     std::fs::write(&left, "half").unwrap();

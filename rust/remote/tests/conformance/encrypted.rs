@@ -6,7 +6,7 @@ use std::sync::Arc;
 use undercroft_cipher::{AesGcm, Keys};
 use undercroft_core::cipher::PayloadCipher;
 use undercroft_core::remote::{RemoteDone, RemoteError, RemoteRequest, SegmentHeader};
-use undercroft_remote::{Body, Location, Objects, Options};
+use undercroft_remote::{Location, ObjectBody, Objects, RemoteOptions};
 
 use crate::rig::{Rig, Segment};
 
@@ -30,7 +30,7 @@ fn cipher(keys: &[u8]) -> Arc<dyn PayloadCipher> {
 fn host(place: &Path, keys: &[u8]) -> Rig {
     let url = format!("file://{}/remote", place.display());
     let location = Location::parse(&url).unwrap();
-    let objects = undercroft_remote::open(&location, Options::default()).unwrap();
+    let objects = undercroft_remote::open(&location, RemoteOptions::default()).unwrap();
     let cipher = (!keys.is_empty()).then(|| cipher(keys));
     Rig::with_cipher(objects, cipher, Box::new(()))
 }
@@ -109,7 +109,9 @@ fn forged(place: &Path, change: impl FnOnce(&mut Vec<u8>, Vec<u8>)) -> (Rig, Seg
     let mut bytes = stored(place, &one);
     change(&mut bytes, stored(place, &other));
     let path = one.key.encrypted_path();
-    rig.objects.put(&path, &Body::bytes(&bytes), false).unwrap();
+    rig.objects
+        .put(&path, &ObjectBody::bytes(&bytes), false)
+        .unwrap();
     (rig, one)
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use undercroft_remote::{Body, Location, Objects, Receiver};
+use undercroft_remote::{Location, ObjectBody, Objects, Receiver};
 
 use crate::rig::{options, reads_only};
 use crate::server::Redis;
@@ -20,7 +20,9 @@ fn an_object_expires_and_one_that_is_read_does_so_later() {
     let Some((server, objects)) = start(Duration::from_secs(1000)) else {
         return;
     };
-    objects.put("1/a", &Body::bytes(b"bytes"), true).unwrap();
+    objects
+        .put("1/a", &ObjectBody::bytes(b"bytes"), true)
+        .unwrap();
     let left = || -> u64 {
         let answer = server.say("TTL test/1/a");
         answer.trim_start_matches(':').trim().parse().unwrap()
@@ -38,7 +40,9 @@ fn a_host_that_only_reads_changes_no_time_to_live() {
     let Some((server, objects)) = start(Duration::from_secs(1000)) else {
         return;
     };
-    objects.put("1/a", &Body::bytes(b"bytes"), true).unwrap();
+    objects
+        .put("1/a", &ObjectBody::bytes(b"bytes"), true)
+        .unwrap();
     server.say("EXPIRE test/1/a 100");
     server.say("ACL SETUSER default resetkeys %R~*");
     let location = Location::parse(&server.url()).unwrap();
@@ -60,7 +64,7 @@ fn a_list_has_all_of_many_objects() {
     let path = |number: u32| format!("1/ns/aa/{number}");
     for number in 0..3000 {
         objects
-            .put(&path(number), &Body::bytes(b"x"), true)
+            .put(&path(number), &ObjectBody::bytes(b"x"), true)
             .unwrap();
     }
     let mut found = std::collections::BTreeSet::new();

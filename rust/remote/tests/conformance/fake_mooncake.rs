@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use undercroft_core::remote::RemoteError;
-use undercroft_remote::{Body, Location, Objects, Options, Receiver, set_python};
+use undercroft_remote::{Location, ObjectBody, Objects, Receiver, RemoteOptions, set_python};
 
 use crate::child::child;
 
@@ -75,7 +75,7 @@ fn with_program(test: &str) {
 fn open(parameters: &str) -> Arc<dyn Objects> {
     set_python(std::env::var_os("UNDERCROFT_TEST_PROGRAM").unwrap().into());
     let location = Location::parse(&format!("mooncake://127.0.0.1:1/x{parameters}")).unwrap();
-    undercroft_remote::open(&location, Options::default()).unwrap()
+    undercroft_remote::open(&location, RemoteOptions::default()).unwrap()
 }
 
 fn get(objects: &dyn Objects, path: &str, bytes: usize) -> Result<Vec<u8>, RemoteError> {
@@ -104,14 +104,17 @@ fn over_a_helper() {
     objects.greet().unwrap();
     // Several pieces, and a rest.
     let bytes: Vec<u8> = (0..(3 << 20) + 5).map(|at| (at / 4099) as u8).collect();
-    assert_eq!(objects.put("1/a", &Body::bytes(&bytes), false), Ok(true));
+    assert_eq!(
+        objects.put("1/a", &ObjectBody::bytes(&bytes), false),
+        Ok(true)
+    );
     assert!(get(&*objects, "1/a", bytes.len()).unwrap() == bytes);
     let started = Instant::now();
     let ended = get(&*objects, "1/ends", 1);
     assert_eq!(ended, Err(RemoteError::Unreachable));
     assert!(started.elapsed() < LATE, "{:?}", started.elapsed());
     let end = Instant::now() + PATIENCE;
-    while objects.put("1/b", &Body::bytes(b"b"), false) != Ok(true) {
+    while objects.put("1/b", &ObjectBody::bytes(b"b"), false) != Ok(true) {
         assert!(Instant::now() < end, "another helper serves");
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -131,7 +134,7 @@ fn only_failures_with_a_transfer_that_may_still_run_end_the_helper() {
 fn over_failures() {
     let objects = open("");
     objects.greet().unwrap();
-    objects.put("1/a", &Body::bytes(b"a"), false).unwrap();
+    objects.put("1/a", &ObjectBody::bytes(b"a"), false).unwrap();
     let fail = |path, times| {
         for _ in 0..times {
             let failed = get(&*objects, path, 16 << 20);
@@ -194,7 +197,7 @@ fn before_a_liar() {
         "talks",
     ] {
         let end = Instant::now() + PATIENCE;
-        while objects.put("1/b", &Body::bytes(b"b"), false) != Ok(true) {
+        while objects.put("1/b", &ObjectBody::bytes(b"b"), false) != Ok(true) {
             assert!(Instant::now() < end, "a helper serves");
             std::thread::sleep(Duration::from_millis(20));
         }

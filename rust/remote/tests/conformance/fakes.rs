@@ -8,7 +8,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use undercroft_remote::Body;
+use undercroft_remote::ObjectBody;
 
 use crate::child::{child, free_port, url_of_parent};
 use crate::proxy::stall;
@@ -423,7 +423,7 @@ fn every_case() {
     let rig = Rig::new(&url_of_parent(), Box::new(())).unwrap();
     let paths = ["1/a".to_owned(), "1/fails-once".to_owned()];
     for path in &paths {
-        (rig.objects.put(path, &Body::bytes(b"x"), true)).unwrap();
+        (rig.objects.put(path, &ObjectBody::bytes(b"x"), true)).unwrap();
     }
     rig.objects.delete(&paths).unwrap();
     assert_eq!(rig.objects.probe(&paths), Ok(0), "removed at last");

@@ -63,7 +63,7 @@ fn is_slow_or_damaged(proxy: &Proxy, rig: &mut Rig, segment: &Segment) {
 #[cfg(feature = "redis")]
 mod redis {
     use undercroft_core::remote::RemoteRequest;
-    use undercroft_remote::{Body, Health};
+    use undercroft_remote::{ObjectBody, StoreHealth};
 
     use super::*;
     use crate::server::Redis;
@@ -152,7 +152,7 @@ mod redis {
         let path = segment.key.path();
         let larger = [segment.bytes(), vec![0; 1 << 20]].concat();
         rig.objects
-            .put(&path, &Body::bytes(&larger), false)
+            .put(&path, &ObjectBody::bytes(&larger), false)
             .unwrap();
         assert_eq!(rig.get_all(&segment), Err(RemoteError::Corrupt));
         rig.wait_until_gone(&path);
@@ -170,7 +170,9 @@ mod redis {
             .map(|number| rig.put(&Segment::new(number), true))
             .collect();
         assert_eq!(results.last(), Some(&Err(RemoteError::Full)), "{results:?}");
-        let full = rig.objects.put("x", &Body::bytes(&[0; 1 << 20]), false);
+        let full = rig
+            .objects
+            .put("x", &ObjectBody::bytes(&[0; 1 << 20]), false);
         let remedy = full.unwrap_err().advice();
         // Redis removes objects itself.
         assert!(
@@ -192,7 +194,7 @@ mod redis {
         let last = rig.pool.as_ref().unwrap().last_result();
         assert_eq!(rig.probe(vec![segment.key]), Ok(RemoteDone::Present(0)));
         assert_eq!(rig.get_all(&segment), Err(RemoteError::NotFound));
-        let Health::Failed(error) = last.get() else {
+        let StoreHealth::Failed(error) = last.get() else {
             panic!("the server is still full");
         };
         let said = error.to_string();
@@ -202,7 +204,7 @@ mod redis {
         );
         server.say("CONFIG SET maxmemory 0");
         assert_eq!(rig.put(&segment, true), Ok(RemoteDone::Stored));
-        assert_eq!(last.get(), Health::Good);
+        assert_eq!(last.get(), StoreHealth::Good);
     }
 
     #[test]
@@ -256,7 +258,7 @@ mod redis {
 
 #[cfg(feature = "s3")]
 mod s3 {
-    use undercroft_remote::Health;
+    use undercroft_remote::StoreHealth;
 
     use super::*;
     use crate::child::free_port;
@@ -440,7 +442,7 @@ mod s3 {
             proxy.set(fault);
             assert_eq!(all(&mut rig, &segment), failed(error), "{fault:?}");
             let last = rig.pool.as_ref().unwrap().last_result().get();
-            let Health::Failed(last) = last else {
+            let StoreHealth::Failed(last) = last else {
                 panic!("{last:?}");
             };
             let names_variables = last.advice().starts_with("set ");

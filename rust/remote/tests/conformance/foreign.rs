@@ -8,8 +8,8 @@ use std::time::{Duration, SystemTime};
 use undercroft_core::key::{BlockHash, NamespaceDigest};
 use undercroft_core::remote::ObjectKey;
 use undercroft_remote::contents::contents;
-use undercroft_remote::gc::{Limits, Report, collect};
-use undercroft_remote::{Body, Location, Objects, Options};
+use undercroft_remote::gc::{GcReport, Limits, collect};
+use undercroft_remote::{Location, ObjectBody, Objects, RemoteOptions};
 
 const SPACE: &str = "0123456789abcdef0123456789abcdef";
 const HASH: &str = "ab00000000000000000000000000000000000000000000000000000000000000";
@@ -69,14 +69,16 @@ fn policies() -> [Limits; 4] {
     })
 }
 
-fn collected(objects: &dyn Objects, limits: &Limits) -> Report {
+fn collected(objects: &dyn Objects, limits: &Limits) -> GcReport {
     collect(objects, limits, &AtomicBool::new(false), |_, _| ()).unwrap()
 }
 
 /// No policy removes the files of others. Undercroft's own objects in the same place are removed.
 pub(crate) fn stay(objects: &dyn Objects, make_old: impl Fn(&str)) {
     let put = |path: &str| {
-        objects.put(path, &Body::bytes(b"theirs"), false).unwrap();
+        objects
+            .put(path, &ObjectBody::bytes(b"theirs"), false)
+            .unwrap();
         make_old(path);
     };
     let foreign = foreign();
@@ -105,7 +107,7 @@ pub(crate) fn stay(objects: &dyn Objects, make_old: impl Fn(&str)) {
 
 fn store(path: &Path) -> Arc<dyn Objects> {
     let location = Location::parse(&format!("file://{}", path.display())).unwrap();
-    undercroft_remote::open(&location, Options::default()).unwrap()
+    undercroft_remote::open(&location, RemoteOptions::default()).unwrap()
 }
 
 fn make_old(path: &Path) {

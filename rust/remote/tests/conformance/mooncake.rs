@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use undercroft_core::remote::{RemoteDone, RemoteError};
 use undercroft_remote::check::check;
 use undercroft_remote::finding::Status;
-use undercroft_remote::{Health, Location, Options, set_python};
+use undercroft_remote::{Location, RemoteOptions, StoreHealth, set_python};
 
 use crate::child::{child, free_port, url_of_parent};
 use crate::rig::{Rig, Segment};
@@ -343,7 +343,7 @@ fn a_full_store_evicts_and_never_returns_another_object() {
     };
     let mut rig = mooncake.rig("full");
     let bytes = vec![7; 60 << 20];
-    let body = undercroft_remote::Body::bytes(&bytes);
+    let body = undercroft_remote::ObjectBody::bytes(&bytes);
     let mut refused = 0;
     for number in 0..12 {
         match rig.objects.put(&format!("1/x/{number}"), &body, true) {
@@ -380,7 +380,7 @@ fn doctor_tells_of_a_store_without_memory_and_of_no_master() {
     let url = mooncake.url("doctor");
     let mut rig = ready(&url);
     assert_eq!(rig.get_all(&Segment::new(6)), Err(RemoteError::Unreachable));
-    let Health::Failed(error) = rig.pool.as_ref().unwrap().last_result().get() else {
+    let StoreHealth::Failed(error) = rig.pool.as_ref().unwrap().last_result().get() else {
         panic!("there is no master");
     };
     assert!(error.detail.contains("refused"), "{error}");
@@ -400,7 +400,7 @@ fn a_wheel_that_is_missing_is_named_with_the_command_that_installs_it() {
 #[ignore = "a part of another test"]
 fn without_the_wheel() {
     let location = Location::parse(&url_of_parent()).unwrap();
-    let store = undercroft_remote::open(&location, Options::default()).unwrap();
+    let store = undercroft_remote::open(&location, RemoteOptions::default()).unwrap();
     let error = store.greet().unwrap_err();
     assert!(
         error.detail.contains("No module named 'mooncake'"),

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex};
 
 use undercroft_core::remote::{RemoteDone, RemoteError, RemoteRequest};
-use undercroft_remote::{Body, Entry, Objects, Receiver, Result};
+use undercroft_remote::{ListedObject, ObjectBody, Objects, Receiver, Result};
 
 use crate::rig::{Rig, Segment};
 
@@ -28,7 +28,7 @@ impl Objects for SlowWrites {
         Err(RemoteError::NotFound.into())
     }
 
-    fn put(&self, _path: &str, _body: &Body<'_>, _if_absent: bool) -> Result<bool> {
+    fn put(&self, _path: &str, _body: &ObjectBody<'_>, _if_absent: bool) -> Result<bool> {
         let go_on = self.0.lock().unwrap();
         drop(self.1.wait_while(go_on, |go_on| !*go_on));
         Ok(true)
@@ -38,11 +38,11 @@ impl Objects for SlowWrites {
         Ok(())
     }
 
-    fn list(&self, _below: &str, _each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+    fn list(&self, _below: &str, _each: &mut dyn FnMut(ListedObject) -> bool) -> Result<()> {
         Ok(())
     }
 
-    fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>> {
+    fn delete_unchanged(&self, entries: &[ListedObject]) -> Result<Vec<bool>> {
         Ok(vec![false; entries.len()])
     }
 

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use undercroft_core::remote::{RemoteDone, RemoteError};
-use undercroft_remote::{Body, Location};
+use undercroft_remote::{Location, ObjectBody};
 
 use crate::fakes::{HANGS, Server, URL, of_child, with_server};
 use crate::rig::{Rig, Segment, reads_only};
@@ -114,7 +114,7 @@ fn over_writes_that_are_denied() {
     wait_until(|| server.count("PUT") > segments.len());
     let last = rig.pool.as_ref().unwrap().last_result();
     for _ in 0..20 {
-        assert_eq!(last.get(), undercroft_remote::Health::Good, "no error");
+        assert_eq!(last.get(), undercroft_remote::StoreHealth::Good, "no error");
         std::thread::sleep(Duration::from_millis(10));
     }
     // The answer to the renewal came before the answer to this.
@@ -163,7 +163,7 @@ fn over_removals_that_hang() {
     let (server, rig) = started();
     let segment = Segment::new(1);
     let (path, bytes) = (segment.key.path(), segment.bytes());
-    let cut = Body::bytes(&bytes[..5000]);
+    let cut = ObjectBody::bytes(&bytes[..5000]);
     rig.objects.put(&path, &cut, true).unwrap();
     server.fail("DELETE", HANGS, usize::MAX);
     quickly(|| {

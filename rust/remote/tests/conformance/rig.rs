@@ -14,7 +14,7 @@ use undercroft_core::remote::{
     Expected, ObjectKey, RemoteCompletion, RemoteDone, RemoteError, RemotePart, RemoteRequest,
     RemoteStore, SegmentHeader, SegmentPayload,
 };
-use undercroft_remote::{Location, Objects, Options, Pool};
+use undercroft_remote::{Location, Objects, RemoteOptions, RequestPool};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The bytes of each payload of a segment. One payload is a multiple of 4,096 bytes; the others are not.
@@ -36,7 +36,7 @@ impl Wake for Bell {
 pub(crate) struct Rig {
     pub(crate) objects: Arc<dyn Objects>,
     pub(crate) arena: Arc<Arena>,
-    pub(crate) pool: Option<Pool>,
+    pub(crate) pool: Option<RequestPool>,
     woken: Receiver<()>,
     tokens: u64,
     /// Keeps the directory or the server until the end of the test.
@@ -53,7 +53,7 @@ pub(crate) struct Segment {
 impl Rig {
     pub(crate) fn new(url: &str, place: Box<dyn Any>) -> Result<Self, String> {
         let location = Location::parse(url).map_err(|error| error.to_string())?;
-        let objects = undercroft_remote::open(&location, Options::default())
+        let objects = undercroft_remote::open(&location, RemoteOptions::default())
             .map_err(|error| error.to_string())?;
         Ok(Self::over(objects, place))
     }
@@ -71,7 +71,7 @@ impl Rig {
         let (bell, woken) = channel();
         let waker = Waker::new(Arc::new(Bell(Mutex::new(bell))));
         let of_pool = (Arc::clone(&objects), Arc::clone(&arena));
-        let pool = Pool::start_with(of_pool.0, of_pool.1, waker, cipher).unwrap();
+        let pool = RequestPool::start_with(of_pool.0, of_pool.1, waker, cipher).unwrap();
         Self {
             objects,
             arena,
@@ -252,18 +252,18 @@ impl Segment {
 }
 
 /// The options with a time to live.
-pub(crate) fn options(ttl: Duration) -> Options {
-    Options {
+pub(crate) fn options(ttl: Duration) -> RemoteOptions {
+    RemoteOptions {
         ttl,
-        ..Options::default()
+        ..RemoteOptions::default()
     }
 }
 
 /// The options of a host that only reads.
-pub(crate) fn reads_only() -> Options {
-    Options {
+pub(crate) fn reads_only() -> RemoteOptions {
+    RemoteOptions {
         renew_rate: None,
-        ..Options::default()
+        ..RemoteOptions::default()
     }
 }
 

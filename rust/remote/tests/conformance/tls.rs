@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use undercroft_core::remote::RemoteError;
-use undercroft_remote::Health;
+use undercroft_remote::StoreHealth;
 
 use crate::child::{child, free_port, url_of_parent};
 use crate::rig::{Rig, Segment};
@@ -96,7 +96,7 @@ fn without_its_root() {
     let mut rig = Rig::new(&url_of_parent(), Box::new(())).unwrap();
     assert_eq!(rig.get_all(&Segment::new(1)), Err(RemoteError::Unreachable));
     let last = rig.pool.as_ref().unwrap().last_result().get();
-    let Health::Failed(error) = last else {
+    let StoreHealth::Failed(error) = last else {
         panic!("{last:?}");
     };
     assert!(error.detail.contains("certificate"), "{error}");

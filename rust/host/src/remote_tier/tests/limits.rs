@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use undercroft_remote::{Body, Entry, Location, Receiver, Result};
+use undercroft_remote::{ListedObject, Location, ObjectBody, Receiver, Result};
 
 use super::bad_stores::redis;
 use super::proxy::{Fault, Proxy};
@@ -35,16 +35,16 @@ impl Objects for Watched {
     fn get(&self, path: &str, receiver: &mut Receiver<'_>) -> Result<()> {
         self.store.get(path, receiver)
     }
-    fn put(&self, path: &str, body: &Body<'_>, if_absent: bool) -> Result<bool> {
+    fn put(&self, path: &str, body: &ObjectBody<'_>, if_absent: bool) -> Result<bool> {
         self.store.put(path, body, if_absent)
     }
     fn delete(&self, paths: &[String]) -> Result<()> {
         self.store.delete(paths)
     }
-    fn list(&self, below: &str, each: &mut dyn FnMut(Entry) -> bool) -> Result<()> {
+    fn list(&self, below: &str, each: &mut dyn FnMut(ListedObject) -> bool) -> Result<()> {
         self.store.list(below, each)
     }
-    fn delete_unchanged(&self, entries: &[Entry]) -> Result<Vec<bool>> {
+    fn delete_unchanged(&self, entries: &[ListedObject]) -> Result<Vec<bool>> {
         self.store.delete_unchanged(entries)
     }
     fn clock_skew(&self) -> Result<Option<f64>> {
@@ -91,7 +91,7 @@ fn a_thousand_segments_are_looked_up_with_seventy_requests_in_two_round_trips() 
     let driver = reader.engine.driver();
     let arena = Arc::clone(reader.engine.arena());
     let objects = Arc::clone(&watched) as Arc<dyn Objects>;
-    let pool = Pool::start(objects, arena, driver.waker()).unwrap();
+    let pool = RequestPool::start(objects, arena, driver.waker()).unwrap();
     driver.attach_remote(Box::new(pool));
     assert!(driver.wait_until(PATIENCE, |engine| engine.has_remote()));
     let mut least = PATIENCE;
