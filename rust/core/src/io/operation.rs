@@ -73,6 +73,15 @@ pub(super) enum Body {
 impl IoOperation {
     /// Checks a request: EINVAL for an impossible device, range or alignment.
     pub(super) fn new(request: IoRequest, arena: &Arena, devices: usize) -> Result<Self, IoFault> {
+        let operation = Self::unchecked(request);
+        if operation.is_valid(arena, devices) {
+            Ok(operation)
+        } else {
+            Err(IoFault::Os(Errno::INVAL.raw_os_error()))
+        }
+    }
+
+    fn unchecked(request: IoRequest) -> Self {
         let (token, device, file, file_offset, len, body) = match request {
             IoRequest::ReadPayload {
                 token,
@@ -134,38 +143,31 @@ impl IoOperation {
                 device,
                 file,
             } => (token, device, file, 0, 0, Body::Sync),
-            IoRequest::Sealed(of) => {
-                let SealedTransfer {
-                    token,
-                    reads,
-                    device,
-                    file_offset,
-                    len,
-                    arena_offset,
-                    payload_len,
-                    binding,
-                } = *of;
-                let body = Body::Sealed {
-                    reads,
-                    arena_offset,
-                    payload_len,
-                    binding,
-                };
-                (token, device, FileKind::Data, file_offset, len, body)
-            }
+            IoRequest::Sealed(of) => return Self::sealed(*of),
         };
-        let operation = Self {
+        Self {
             token,
             device,
             file,
             file_offset,
             len,
             body,
-        };
-        if operation.is_valid(arena, devices) {
-            Ok(operation)
-        } else {
-            Err(IoFault::Os(Errno::INVAL.raw_os_error()))
+        }
+    }
+
+    fn sealed(of: SealedTransfer) -> Self {
+        Self {
+            token: of.token,
+            device: of.device,
+            file: FileKind::Data,
+            file_offset: of.file_offset,
+            len: of.len,
+            body: Body::Sealed {
+                reads: of.reads,
+                arena_offset: of.arena_offset,
+                payload_len: of.payload_len,
+                binding: of.binding,
+            },
         }
     }
 

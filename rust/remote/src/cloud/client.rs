@@ -55,6 +55,9 @@ pub(super) const CLOCK_WORDS: [&str; 2] = ["RequestTimeTooSkewed", "RequestExpir
 pub(super) const CLOCK: &str =
     "set this machine's clock by NTP: the store refuses requests of another time";
 
+const ALLOWS_HTTP: ClientConfigKey = ClientConfigKey::AllowHttp;
+const ALLOWS_ANY: ClientConfigKey = ClientConfigKey::AllowInvalidCertificates;
+
 /// The client of a store.
 pub(super) struct StoreClient {
     pub(super) name: &'static str,
@@ -65,87 +68,93 @@ pub(super) struct StoreClient {
 
 /// The client of a store. All settings but the bucket come from the environment, files, or the machine's role.
 pub(super) fn client(location: &Location) -> std::result::Result<StoreClient, LocationError> {
-    // This module has its own limits.
-    let no_retry = RetryConfig {
+    match location.scheme {
+        Scheme::Gs => google(location),
+        Scheme::Az => azure(location),
+        _ => amazon(location),
+    }
+}
+
+fn google(location: &Location) -> std::result::Result<StoreClient, LocationError> {
+    let builder = GoogleCloudStorageBuilder::from_env()
+        .with_bucket_name(&location.host)
+        .with_http_connector(Connector(OF_THOUSAND))
+        .with_retry(no_retry());
+    let of = |key| builder.get_config_value(&key);
+    let settings = Settings {
+        addresses: &[("GOOGLE_BASE_URL", of(GoogleConfigKey::BaseUrl))],
+        allows_http: of(GoogleConfigKey::Client(ALLOWS_HTTP)),
+        allows_any_certificate: of(GoogleConfigKey::Client(ALLOWS_ANY)),
+    };
+    let exposure = exposure(location, "GOOGLE", settings)?;
+    StoreClient::of("gs", location, builder.build(), exposure)
+}
+
+fn azure(location: &Location) -> std::result::Result<StoreClient, LocationError> {
+    let builder = MicrosoftAzureBuilder::from_env()
+        .with_container_name(&location.host)
+        .with_http_connector(Connector(OF_AZURE))
+        .with_retry(no_retry());
+    let of = |key| builder.get_config_value(&key);
+    let settings = Settings {
+        addresses: &[("AZURE_STORAGE_ENDPOINT", of(AzureConfigKey::Endpoint))],
+        allows_http: of(AzureConfigKey::Client(ALLOWS_HTTP)),
+        allows_any_certificate: of(AzureConfigKey::Client(ALLOWS_ANY)),
+    };
+    let exposure = exposure(location, "AZURE", settings)?;
+    StoreClient::of("az", location, builder.build(), exposure)
+}
+
+fn amazon(location: &Location) -> std::result::Result<StoreClient, LocationError> {
+    let builder = profile::complete(AmazonS3Builder::from_env())
+        .with_bucket_name(&location.host)
+        .with_unsigned_payload(true)
+        .with_http_connector(Connector(OF_THOUSAND))
+        .with_retry(no_retry());
+    let of = |key| builder.get_config_value(&key);
+    let settings = Settings {
+        addresses: &[
+            ("AWS_ENDPOINT_URL", of(AmazonS3ConfigKey::Endpoint)),
+            ("AWS_ENDPOINT_URL_S3", of(AmazonS3ConfigKey::S3Endpoint)),
+        ],
+        allows_http: of(AmazonS3ConfigKey::Client(ALLOWS_HTTP)),
+        allows_any_certificate: of(AmazonS3ConfigKey::Client(ALLOWS_ANY)),
+    };
+    let exposure = exposure(location, "AWS", settings)?;
+    StoreClient::of("s3", location, builder.build(), exposure)
+}
+
+impl StoreClient {
+    fn of(
+        name: &'static str,
+        location: &Location,
+        built: object_store::Result<impl ObjectStore>,
+        exposure: Option<String>,
+    ) -> std::result::Result<Self, LocationError> {
+        let store = built.map_err(|error| {
+            let remedy = credentials(location.scheme);
+            location.refused(format_args!("{error}; {remedy}"))
+        })?;
+        Ok(Self {
+            name,
+            store: Arc::new(store),
+            exposure,
+        })
+    }
+}
+
+fn exposure(
+    location: &Location,
+    prefix: &str,
+    settings: Settings<'_>,
+) -> std::result::Result<Option<String>, LocationError> {
+    endpoint::check(prefix, settings).map_err(|error| location.refused(error))
+}
+
+/// This module has its own limits.
+fn no_retry() -> RetryConfig {
+    RetryConfig {
         max_retries: 0,
         ..RetryConfig::default()
-    };
-    let bucket = location.host.as_str();
-    let advice = |error: object_store::Error| {
-        let remedy = credentials(location.scheme);
-        location.refused(format_args!("{error}; {remedy}"))
-    };
-    let checked = |prefix: &str, settings: Settings<'_>| {
-        endpoint::check(prefix, settings).map_err(|error| location.refused(error))
-    };
-    let (allows_http, allows_any) = (
-        ClientConfigKey::AllowHttp,
-        ClientConfigKey::AllowInvalidCertificates,
-    );
-    match location.scheme {
-        Scheme::Gs => {
-            let builder = GoogleCloudStorageBuilder::from_env()
-                .with_bucket_name(bucket)
-                .with_http_connector(Connector(OF_THOUSAND))
-                .with_retry(no_retry);
-            let of = |key| builder.get_config_value(&key);
-            let exposure = checked(
-                "GOOGLE",
-                Settings {
-                    addresses: &[("GOOGLE_BASE_URL", of(GoogleConfigKey::BaseUrl))],
-                    allows_http: of(GoogleConfigKey::Client(allows_http)),
-                    allows_any_certificate: of(GoogleConfigKey::Client(allows_any)),
-                },
-            )?;
-            Ok(StoreClient {
-                name: "gs",
-                store: Arc::new(builder.build().map_err(advice)?),
-                exposure,
-            })
-        }
-        Scheme::Az => {
-            let builder = MicrosoftAzureBuilder::from_env()
-                .with_container_name(bucket)
-                .with_http_connector(Connector(OF_AZURE))
-                .with_retry(no_retry);
-            let of = |key| builder.get_config_value(&key);
-            let exposure = checked(
-                "AZURE",
-                Settings {
-                    addresses: &[("AZURE_STORAGE_ENDPOINT", of(AzureConfigKey::Endpoint))],
-                    allows_http: of(AzureConfigKey::Client(allows_http)),
-                    allows_any_certificate: of(AzureConfigKey::Client(allows_any)),
-                },
-            )?;
-            Ok(StoreClient {
-                name: "az",
-                store: Arc::new(builder.build().map_err(advice)?),
-                exposure,
-            })
-        }
-        _ => {
-            let builder = profile::complete(AmazonS3Builder::from_env())
-                .with_bucket_name(bucket)
-                .with_unsigned_payload(true)
-                .with_http_connector(Connector(OF_THOUSAND))
-                .with_retry(no_retry);
-            let of = |key| builder.get_config_value(&key);
-            let exposure = checked(
-                "AWS",
-                Settings {
-                    addresses: &[
-                        ("AWS_ENDPOINT_URL", of(AmazonS3ConfigKey::Endpoint)),
-                        ("AWS_ENDPOINT_URL_S3", of(AmazonS3ConfigKey::S3Endpoint)),
-                    ],
-                    allows_http: of(AmazonS3ConfigKey::Client(allows_http)),
-                    allows_any_certificate: of(AmazonS3ConfigKey::Client(allows_any)),
-                },
-            )?;
-            Ok(StoreClient {
-                name: "s3",
-                store: Arc::new(builder.build().map_err(advice)?),
-                exposure,
-            })
-        }
     }
 }

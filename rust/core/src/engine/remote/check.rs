@@ -9,7 +9,7 @@ use super::super::ensure::ensure;
 use super::super::fetch::Shares;
 use super::super::namespaces::Namespaces;
 use super::super::residency::Residency;
-use super::{ObjectGet, Operation, Remote};
+use super::{FlightId, ObjectGet, Operation, Remote};
 
 impl Remote {
     /// The nodes that flights and puts lease.
@@ -45,42 +45,7 @@ impl Remote {
         residency: &Residency,
         namespaces: &Namespaces,
     ) -> Result<(), String> {
-        let (mut filling, mut bytes) = (HashSet::new(), [0, 0]);
-        let mut gets: HashMap<_, u32> = HashMap::new();
-        for of in self.operations.values() {
-            match &of.operation {
-                Operation::Probe { .. } => {}
-                Operation::Put(put) => bytes[1] += put.bytes,
-                Operation::Get(ObjectGet {
-                    takers,
-                    payloads,
-                    bytes: of,
-                    ..
-                }) => {
-                    bytes[0] += of;
-                    for (flight, _) in takers {
-                        *gets.entry(*flight).or_default() += 1;
-                    }
-                    for &(node, group) in payloads {
-                        let state = residency.node(node).payload(group).host;
-                        ensure!(
-                            state == HostState::Filling && filling.insert((node, group)),
-                            "node {node} group {group}: fetched while {state:?}, or twice"
-                        );
-                    }
-                }
-            }
-        }
-        let mut fetching = self.fetching.values();
-        ensure!(
-            fetching.all(|&get| self.operations.contains_key(get)),
-            "an object counts as being fetched whose get has ended"
-        );
-        let windows = [self.get_window.in_flight(), self.put_window.in_flight()];
-        ensure!(
-            windows == bytes,
-            "windows {windows:?}, operations {bytes:?}"
-        );
+        let gets = self.check_operations(residency)?;
         let held: u64 = self.flights.values().map(|flight| flight.held.bytes).sum();
         ensure!(
             held == self.held,
@@ -125,5 +90,46 @@ impl Remote {
             "a segment is announced by a flight that has ended"
         );
         Ok(())
+    }
+
+    /// The gets in flight of each flight.
+    fn check_operations(&self, residency: &Residency) -> Result<HashMap<FlightId, u32>, String> {
+        let (mut filling, mut bytes) = (HashSet::new(), [0, 0]);
+        let mut gets = HashMap::<_, u32>::new();
+        for of in self.operations.values() {
+            match &of.operation {
+                Operation::Probe { .. } => {}
+                Operation::Put(put) => bytes[1] += put.bytes,
+                Operation::Get(ObjectGet {
+                    takers,
+                    payloads,
+                    bytes: of,
+                    ..
+                }) => {
+                    bytes[0] += of;
+                    for (flight, _) in takers {
+                        *gets.entry(*flight).or_default() += 1;
+                    }
+                    for &(node, group) in payloads {
+                        let state = residency.node(node).payload(group).host;
+                        ensure!(
+                            state == HostState::Filling && filling.insert((node, group)),
+                            "node {node} group {group}: fetched while {state:?}, or twice"
+                        );
+                    }
+                }
+            }
+        }
+        let mut fetching = self.fetching.values();
+        ensure!(
+            fetching.all(|&get| self.operations.contains_key(get)),
+            "an object counts as being fetched whose get has ended"
+        );
+        let windows = [self.get_window.in_flight(), self.put_window.in_flight()];
+        ensure!(
+            windows == bytes,
+            "windows {windows:?}, operations {bytes:?}"
+        );
+        Ok(gets)
     }
 }
