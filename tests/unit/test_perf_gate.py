@@ -7,7 +7,7 @@ from pathlib import Path
 
 import perf_gate as gate
 import pytest
-from compare import BENCHES, PROGRAMS, CompareError, compare
+from compare import BENCHES, PROGRAMS, CompareError, compare, git
 from perf_gate import BASELINE, BEGIN, CHANGED_MOST, END, RESULTS, ROWS, Measured, changed, digest, digests, judge
 
 BASE = json.loads(BASELINE.read_text(encoding="utf-8"))
@@ -66,12 +66,12 @@ def test_the_baseline_is_a_commit_of_this_history() -> None:
     """Compared in whole: a wrong hash with the right first digits was taken for the commit by everybody but git."""
     commits = [BASE["base"], *([BASE["measured"]["commit"]] if BASE["measured"] else [])]
     try:
-        if gate.git("rev-parse", "--is-shallow-repository") != "false":
+        if git("rev-parse", "--is-shallow-repository") != "false":
             pytest.skip("a clone without its whole history")
     except CompareError:
         pytest.skip("no clone of git")
     for commit in commits:
-        gate.git("merge-base", "--is-ancestor", commit, "HEAD")
+        git("merge-base", "--is-ancestor", commit, "HEAD")
 
 
 def test_recorded_figures_are_as_new_as_the_code_that_they_measure() -> None:
