@@ -157,11 +157,11 @@ def test_a_checkpoint_of_the_device_loses_no_block(engine: Make, llama: Path, re
     one = engine(llama, MEMORY, blocks=64)
     one.generate(IDS, 1)  # its saves are still under way
     one.core.collective_rpc("checkpoint_prepare")
-    assert worker()._attached is None
+    assert worker()._arena.attached is None
     one.core.collective_rpc("checkpoint_restore")
     nothing_left(one)
     answer = one.generate(IDS, 16)
     assert (answer.cached, answer.tokens) == (HIT, reference(IDS, 16))
     nothing_left(one)
-    assert worker()._attached is not None
+    assert worker()._arena.attached is not None
     assert (stats(one)["load_failures"], stats(one)["save_failures"]) == (0, 0)
