@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from undercroft.embed.memory import are_inside
+from undercroft.embed.memory import are_inside, merged
 from undercroft.errors import ConfigError
 
 
@@ -41,6 +41,18 @@ class Blocks:
 
 
 @dataclass(slots=True, eq=False)
+class SaveRequest:
+    """What a save asks the cache for."""
+
+    name: str = ""
+    chain: list[bytes] = field(default_factory=list)
+    limit: int = 0
+    """Tokens of the chain; less than all after the chain was found to have a hole."""
+    was_refused: bool = False
+    """Whether blocks got no slot, so that the save asks again."""
+
+
+@dataclass(slots=True, eq=False)
 class Job:
     """A load or a save. Its fields have their values once it has `ended`."""
 
@@ -61,15 +73,11 @@ class Job:
         """Whether all blocks are done."""
         return self.ended and all(len(self.done.get(one.group, ())) >= len(one.numbers) for one in self.blocks)
 
-    _name: str = ""
-    _chain: list[bytes] = field(default_factory=list)
+    _asks: SaveRequest = field(default_factory=SaveRequest)
     _until: float = 0.0
-    _limit: int = 0
-    """Tokens that a save asks for; less than all after the chain was found to have a hole."""
     _transfer: int | None = None
     _piece: dict[int, list[int]] = field(default_factory=dict)
     """The blocks of the copy that runs."""
-    _retry: bool = False
     _given_up: str = ""
     """Why nobody wants the save any more: a reason of `_core.Session.give_up`."""
     _is_awaited: bool = False
@@ -102,19 +110,37 @@ class Registration:
         self.payload_bytes = sum(group.parts)
 
 
-def checked(blocks: Blocks, parts: Sequence[npt.NDArray[np.int64]], regions: list[tuple[int, int]]) -> Blocks:
-    """The blocks with their addresses in two dimensions.
+class Layout:
+    """The groups of a cache's blocks, and the memory of the program in which blocks may lie."""
 
-    ``parts``: by group, the sizes of a block's parts. Raises ValueError for a group that does not exist, and for memory
-    outside the regions.
-    """
-    if not 0 <= blocks.group < len(parts):
-        raise ValueError(f"group {blocks.group}; there are {len(parts)}")
-    sizes = parts[blocks.group]
-    own = _shaped(blocks, len(sizes))
-    if len(own.numbers) and not are_inside(regions, own.addresses, own.addresses + sizes):
-        raise ValueError(f"group {blocks.group}: a block lies outside the regions; name them with add_region")
-    return own
+    def __init__(self, groups: Sequence[Group], block_tokens: int) -> None:
+        self.groups = tuple(groups)
+        self.parts = [np.asarray(group.parts, dtype=np.int64) for group in groups]
+        """By group, the sizes of a block's parts."""
+        self.block_tokens = block_tokens
+        self._regions: list[tuple[int, int]] = []
+
+    def tokens(self, group: int) -> int:
+        """Tokens of a block."""
+        return self.groups[group].block_tokens or self.block_tokens
+
+    def add_region(self, address: int, size: int) -> None:
+        """Blocks may lie in this memory from now on."""
+        known = [(begin, end - begin) for begin, end in self._regions]
+        self._regions = [(begin, begin + length) for begin, length in merged({*known, (address, size)})]
+
+    def checked(self, blocks: Blocks) -> Blocks:
+        """The blocks with their addresses in two dimensions.
+
+        Raises ValueError for a group that does not exist, and for memory outside the regions.
+        """
+        if not 0 <= blocks.group < len(self.parts):
+            raise ValueError(f"group {blocks.group}; there are {len(self.parts)}")
+        sizes = self.parts[blocks.group]
+        own = _shaped(blocks, len(sizes))
+        if len(own.numbers) and not are_inside(self._regions, own.addresses, own.addresses + sizes):
+            raise ValueError(f"group {blocks.group}: a block lies outside the regions; name them with add_region")
+        return own
 
 
 def _shaped(blocks: Blocks, parts: int) -> Blocks:

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from undercroft.config import OPTIONS, UndercroftConfig
-from undercroft.embed.blocks import Blocks, Group, Job, Registration, checked, least_boundary, runs
-from undercroft.embed.memory import Attachment, merged, span
+from undercroft.embed.blocks import Blocks, Group, Job, Layout, Registration, SaveRequest, least_boundary, runs
+from undercroft.embed.memory import Attachment, span
 from undercroft.engine import open_engine
 from undercroft.log import LogOnce, logger
 
@@ -52,18 +52,14 @@ class Cache:
         """The engine, for `_core.Engine.stats`, `_core.Engine.info` and `_core.Engine.flush`."""
         self.session = session
         self._owns_engine = owns_engine
-        self._groups = tuple(groups)
-        self._parts = [np.asarray(group.parts, dtype=np.int64) for group in groups]
-        """By group, the sizes of a block's parts."""
-        self._block_tokens = block_tokens
+        self._layout = Layout(groups, block_tokens)
         self._lock = threading.Lock()
         self._log_once = LogOnce()
         self._attachment: Attachment | None = None
         self._attaching = False
         self._attach_at = 0.0
-        self._names = (f"#{number}" for number in itertools.count())
         self._numbers = itertools.count(1)
-        self._regions: list[tuple[int, int]] = []
+        """Of the copier's jobs, and of the names that are not the caller's."""
         self._copying: dict[int, Job] = {}
         """By number of the copier's job."""
         self._granting: dict[int, Job] = {}
@@ -123,8 +119,7 @@ class Cache:
         an address and a size. It must stay where it is until `close` has returned. Raises ValueError."""
         address, size = span(memory)
         with self._lock:
-            known = [(begin, end - begin) for begin, end in self._regions]
-            self._regions = [(begin, begin + length) for begin, length in merged({*known, (address, size)})]
+            self._layout.add_region(address, size)
         return address
 
     # Questions
@@ -179,7 +174,7 @@ class Cache:
 
     def exists_each(self, chains: Sequence[list[bytes]], *, timeout_s: float = 0.1) -> list[int]:
         """`exists` of several chains, which are asked together."""
-        names, until = [next(self._names) for _ in chains], time.monotonic() + timeout_s
+        names, until = [self._new_name() for _ in chains], time.monotonic() + timeout_s
         try:
             found = [
                 self.session.lookup(name, chain, 0, None, None, _BEYOND)
@@ -198,7 +193,7 @@ class Cache:
     def load(self, chain: list[bytes], blocks: Sequence[Blocks], *, begin: int = 0, timeout_s: float = 5.0) -> Job:
         """Read blocks into the program's memory, and wait for them. Blocks that are not read within ``timeout_s``
         seconds are misses. ``begin``: the tokens before the first block."""
-        name, until = next(self._names), time.monotonic() + timeout_s
+        name, until = self._new_name(), time.monotonic() + timeout_s
         try:
             found = self.find(name, chain, begin=begin, wait_s=timeout_s)
             while found.pending and (left := until - time.monotonic()) > 0 and self.wait(name, left):
@@ -244,9 +239,10 @@ class Cache:
         return self._save(Job(self._checked(blocks), is_load=False), chain, timeout_s)
 
     def _save(self, job: Job, chain: list[bytes], timeout_s: float) -> Job:
-        job._name, job._chain, job._until = next(self._names), chain, time.monotonic() + timeout_s
-        ends = [int(one.numbers[-1] + 1) * self._tokens(one.group) for one in job.blocks if len(one.numbers)]
-        job._limit = min(max(ends, default=0), len(chain) * self._block_tokens)
+        job._until = time.monotonic() + timeout_s
+        ends = [int(one.numbers[-1] + 1) * self._layout.tokens(one.group) for one in job.blocks if len(one.numbers)]
+        limit = min(max(ends, default=0), len(chain) * self._layout.block_tokens)
+        job._asks = SaveRequest(self._new_name(), chain, limit)
         with self._lock, self._or_miss(job):
             self._ask(job)
         return job
@@ -324,13 +320,17 @@ class Cache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _new_name(self) -> str:
+        return f"#{next(self._numbers)}"
+
     # Inside, with the lock
 
     def _ask(self, job: Job) -> None:
         """Ask for the slots of a save."""
-        job._retry = False
-        offers = [run for one in job.blocks if self._groups[one.group].kind != "full" for run in runs(one)]
-        grant = self.session.begin_save(job._name, job._chain, job._limit, offers)
+        asks, groups = job._asks, self._layout.groups
+        asks.was_refused = False
+        offers = [run for one in job.blocks if groups[one.group].kind != "full" for run in runs(one)]
+        grant = self.session.begin_save(asks.name, asks.chain, asks.limit, offers)
         if grant is None:
             self._end(job)
         elif grant.pending:
@@ -339,7 +339,7 @@ class Cache:
             self._granted(job, grant)
 
     def _granted(self, job: Job, grant: SaveGrant) -> None:
-        job._retry = grant.refused
+        job._asks.was_refused = grant.refused
         if not grant.extents:
             self._copied(job, ok=True)
             return
@@ -384,7 +384,7 @@ class Cache:
                 if not job.is_load and len(numbers):
                     lacking[extent.group] = lacking.get(extent.group, frozenset()).union(numbers.tolist())
                 continue
-            addresses, parts = own.addresses, self._parts[extent.group]
+            addresses, parts = own.addresses, self._layout.parts[extent.group]
             if len(numbers) != len(own.numbers) or not (numbers == own.numbers).all():
                 at = own.numbers.searchsorted(numbers)
                 at[at == len(own.numbers)] = 0
@@ -399,7 +399,7 @@ class Cache:
         if lacking:
             # Nothing after the first block that is lacking can be saved.
             job.lacks, job._piece = lacking, {}
-            job._limit = min(min(numbers) * self._tokens(group) for group, numbers in lacking.items())
+            job._asks.limit = min(min(numbers) * self._layout.tokens(group) for group, numbers in lacking.items())
             return None
         return [one[0] if len(one) == 1 else np.concatenate(one or [np.empty(0, np.int64)]) for one in found]
 
@@ -421,30 +421,29 @@ class Cache:
             self._end(job)
         elif is_shorter and self._brings(job):
             self._ask(job)
-        elif job._retry and time.monotonic() < job._until:
+        elif job._asks.was_refused and time.monotonic() < job._until:
             self._waiting.append((time.monotonic() + _RETRY_S, job))
         else:
-            if ok and not job._retry:
+            if ok and not job._asks.was_refused:
                 # Blocks that got no slot are in the cache.
                 for one in job.blocks:
-                    end = job._limit // self._tokens(one.group)
+                    end = job._asks.limit // self._layout.tokens(one.group)
                     job.done[one.group] = frozenset(one.numbers[one.numbers < end].tolist())
             self._end(job)
 
     def _brings(self, job: Job) -> bool:
         """Whether the job brings blocks before its limit."""
-        return any(
-            len(one.numbers) and (int(one.numbers[0]) + 1) * self._tokens(one.group) <= job._limit for one in job.blocks
-        )
+        limit, tokens = job._asks.limit, self._layout.tokens
+        return any(len(one.numbers) and (int(one.numbers[0]) + 1) * tokens(one.group) <= limit for one in job.blocks)
 
     def _end(self, job: Job) -> None:
         if job.ended:
             return
-        job.ended, job._chain = True, []
+        job.ended, job._asks.chain = True, []
         if not job._is_awaited:
             self._ended.append(job)
         if not job.is_load:
-            self.session.finish_request(job._name)
+            self.session.finish_request(job._asks.name)
 
     @contextlib.contextmanager
     def _or_miss(self, job: Job) -> Iterator[None]:
@@ -541,9 +540,6 @@ class Cache:
         self._attach_at = time.monotonic() + _ATTACH_AGAIN_S
         self._attaching = False
 
-    def _tokens(self, group: int) -> int:
-        return self._groups[group].block_tokens or self._block_tokens
-
     def _wait_for(self, job: Job) -> Job:
         """Wait for a job: copies end by themselves, and saves by their time limit."""
         while True:
@@ -593,4 +589,4 @@ class Cache:
             self._end(job)
 
     def _checked(self, blocks: Sequence[Blocks]) -> tuple[Blocks, ...]:
-        return tuple(checked(one, self._parts, self._regions) for one in blocks)
+        return tuple(self._layout.checked(one) for one in blocks)

@@ -44,6 +44,34 @@ _BEYOND = 1 << 62
 
 
 @dataclass(slots=True, eq=False)
+class Hit:
+    """The tokens that a question to the engine is about, and its answer."""
+
+    begin: int = 0
+    """Tokens before the first block."""
+    limit: int = 0
+    """Where the hit ends at the latest, in tokens."""
+    end: int = 0
+    """Where it ends, in tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class Waits:
+    """For how long a prompt has been asked about: times are seconds of a monotonic clock."""
+
+    ask_at: float = 0.0
+    """Time at which the engine may be asked again."""
+    walked_at: float = 0.0
+    """Time at which vLLM last asked for the prompt's chunks."""
+    asked_at: float | None = None
+    """Time at which vLLM asked first since the prompt last ran."""
+    crowded_at: float | None = None
+    """Time since which vLLM's host memory has had no room for the prompt's chunks."""
+    tries: int = 0
+    """Loads that brought less than their lookups had found."""
+
+
+@dataclass(slots=True, eq=False)
 class Prompt:
     """A request as the tier knows it, from its arrival until it has finished."""
 
@@ -58,12 +86,8 @@ class Prompt:
     """Tokens that the device holds, as vLLM last asked."""
     step: int = -1
     """The step in which the engine was last asked."""
-    begin: int = 0
-    """Tokens before the first block of the hit that was found last."""
-    limit: int = 0
-    """Where it ends at the latest, in tokens."""
-    hit: int = 0
-    """End of that hit, in tokens."""
+    hit: Hit = field(default_factory=Hit)
+    """The hit that was found last."""
     is_pending: bool = False
     """Whether the engine has not answered yet."""
     is_held: bool = False
@@ -74,15 +98,7 @@ class Prompt:
     """Whether vLLM's host memory had room for all of them in this step."""
     known_end: int = _BEYOND
     """After so many tokens there are no blocks, as the last hit's answer said; until the prompt runs."""
-    ask_at: float = 0.0
-    """Time at which the engine may be asked again."""
-    walked_at: float = 0.0
-    """Time at which vLLM last asked for the prompt's chunks."""
-    tries: int = 0
-    asked_at: float | None = None
-    """Time at which vLLM asked first (seconds of a monotonic clock) since the prompt last ran."""
-    crowded_at: float | None = None
-    """Time since which vLLM's host memory has had no room for the prompt's chunks."""
+    waits: Waits = field(default_factory=Waits)
     landed: int = 0
     """Chunks that loads have brought into vLLM's host memory since the prompt last ran."""
 
@@ -150,42 +166,43 @@ class Prompts:
 
     def is_later(self, prompt: Prompt) -> bool:
         """Whether the answer to each question of vLLM about a prompt's chunks is still "later", as it was before."""
-        now = time.monotonic()
-        if not prompt.is_pending or now - prompt.walked_at > _WALK_S:
+        now, waits = time.monotonic(), prompt.waits
+        if not prompt.is_pending or now - waits.walked_at > _WALK_S:
             return False
         # Without anything to compute, vLLM's steps follow each other at once.
-        if prompt.step != self.step and now >= prompt.ask_at:
-            prompt.step, prompt.ask_at = self.step, now + _ASK_S
+        if prompt.step != self.step and now >= waits.ask_at:
+            prompt.step, waits.ask_at = self.step, now + _ASK_S
             self._ask(prompt)
         return prompt.is_pending
 
     def look(self, prompt: Prompt, begin: int) -> None:
         """Let the prompt have its answer for this step. ``begin``: tokens before the first chunk that vLLM lacks."""
         prompt.step = self.step
-        now = prompt.walked_at = time.monotonic()
-        if prompt.asked_at is None:
-            prompt.asked_at = now
-        late = now - prompt.asked_at > _WAIT_MAX_S or prompt.tries > _TRIES_MAX
+        hit, waits = prompt.hit, prompt.waits
+        now = waits.walked_at = time.monotonic()
+        if waits.asked_at is None:
+            waits.asked_at = now
+        late = now - waits.asked_at > _WAIT_MAX_S or waits.tries > _TRIES_MAX
         if prompt.is_held and not late:
             prompt.has_room = self.finds_room(len(prompt.served))
             return
-        prompt.begin = begin // self._groups.engine_block_size * self._groups.engine_block_size
+        hit.begin = begin // self._groups.engine_block_size * self._groups.engine_block_size
         # A longer hit would evict its own beginning from vLLM's host memory.
         most = self._groups.align(prompt.computed) + self._most_tokens
-        prompt.limit = min(self._shareable.limit(prompt.request), most)
-        if late or prompt.limit <= prompt.begin:
+        hit.limit = min(self._shareable.limit(prompt.request), most)
+        if late or hit.limit <= hit.begin:
             self.drop(prompt)
         else:
             self._ask(prompt)
 
     def _ask(self, prompt: Prompt) -> None:
         """Ask the engine."""
-        lookup, name = prompt.lookup, prompt.request.request_id
+        hit, lookup, name = prompt.hit, prompt.lookup, prompt.request.request_id
         found = self._cache.session.lookup(
             name,
             self.chain(prompt),
-            prompt.begin,
-            prompt.limit,
+            hit.begin,
+            hit.limit,
             lookup.wait_ms,
             0,
             lookup.planned,
@@ -194,13 +211,13 @@ class Prompts:
         prompt.is_pending = found.pending
         if found.pending:
             return
-        prompt.hit = found.tokens
-        prompt.is_held = found.tokens > prompt.begin
+        hit.end = found.tokens
+        prompt.is_held = found.tokens > hit.begin
         if prompt.is_held and prompt.context is not None:
-            prompt.served = self._chunks.served(prompt.context, prompt.request.block_hashes, prompt.begin, prompt.hit)
+            prompt.served = self._chunks.served(prompt.context, prompt.request.block_hashes, hit.begin, hit.end)
             prompt.has_room = self.finds_room(len(prompt.served))
             rest = self._cache.session.rest(name)
-            prompt.known_end = prompt.hit if rest is not None and rest[0] in _FINAL else _BEYOND
+            prompt.known_end = hit.end if rest is not None and rest[0] in _FINAL else _BEYOND
 
     def finds_room(self, chunks: int) -> bool:
         """Whether vLLM's host memory has room for chunks without those that wait for their prompts."""
@@ -209,10 +226,10 @@ class Prompts:
     @staticmethod
     def may_wait(prompt: Prompt) -> bool:
         """vLLM's host memory has no room for a chunk. Whether to wait for some."""
-        now = time.monotonic()
-        if prompt.crowded_at is None:
-            prompt.crowded_at = now
-        return now - prompt.crowded_at < _CROWDED_MAX_S
+        now, waits = time.monotonic(), prompt.waits
+        if waits.crowded_at is None:
+            waits.crowded_at = now
+        return now - waits.crowded_at < _CROWDED_MAX_S
 
     def loads(self, prompt: Prompt) -> None:
         """A load takes over the blocks of the hit."""
@@ -220,7 +237,7 @@ class Prompts:
 
     def has_loaded(self, prompt: Prompt, count: int, *, whole: bool) -> None:
         """A load has ended and has brought ``count`` chunks."""
-        prompt.tries += not whole
+        prompt.waits.tries += not whole
         if self.known.get(prompt.request.request_id) is prompt:
             prompt.landed += count
             self.landed += count
@@ -229,7 +246,7 @@ class Prompts:
         """Keep no blocks for a prompt any more: it runs, or nothing more is wanted."""
         self._cache.session.end_lookup(prompt.request.request_id)
         prompt.is_held = prompt.is_pending = False
-        prompt.hit, prompt.served = 0, {}
+        prompt.hit.end, prompt.served = 0, {}
 
     def _leave(self, prompt: Prompt) -> None:
         """The chunks that have landed for a prompt are in use, or not wanted any more."""
@@ -239,10 +256,11 @@ class Prompts:
     def runs(self, request_id: str) -> None:
         """A step runs a request, or has preempted it: its next lookup is another one."""
         prompt = self.known.get(request_id)
-        if prompt is not None and prompt.asked_at is not None:
+        if prompt is not None and prompt.waits.asked_at is not None:
             self.drop(prompt)
             self._leave(prompt)
-            prompt.asked_at, prompt.crowded_at, prompt.tries, prompt.known_end = None, None, 0, _BEYOND
+            waits = prompt.waits
+            waits.asked_at, waits.crowded_at, waits.tries, prompt.known_end = None, None, 0, _BEYOND
 
     def finished(self, request_id: str) -> None:
         """A request has finished, and all its loads and saves have begun."""

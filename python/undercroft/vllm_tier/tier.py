@@ -374,7 +374,7 @@ class UndercroftTier(SecondaryTierManager):
 
     def _begin_load(self, prompt: Prompt, blocks: list[Blocks]) -> Job:
         assert self._cache is not None and self._prompts is not None
-        begin, end = prompt.begin, prompt.hit if prompt.is_held else 0
+        begin, end = prompt.hit.begin, prompt.hit.end if prompt.is_held else 0
         self._prompts.loads(prompt)
         self.origin.loads()
         return self._cache.begin_load(prompt.request.request_id, blocks, begin=begin, end=end)
