@@ -61,17 +61,19 @@ class DueSaves:
         tables_of = scheduler_output.kv_connector_block_state
         states_of = getattr(tables_of, "boundary_state_offloads", None) or {}
         scheduled = scheduler_output.num_scheduled_tokens
+        requests, epoch = self._requests, self._requests.epoch
         for request_id in {**scheduled, **states_of} if states_of else scheduled:
-            state = self._requests.get(request_id)
+            state = requests.get(request_id)
             if state is None:
                 continue
-            state.ran |= request_id in scheduled
-            saving = state.saving
-            if saving.epoch != self._requests.epoch:
+            count, saving = scheduled.get(request_id), state.saving
+            if count is not None:
+                state.ran = True
+            if saving.epoch != epoch:
                 continue
-            computed = state.request.num_computed_tokens + scheduled.get(request_id, 0)
+            computed = state.request.num_computed_tokens + (count or 0)
             # A request that decodes fills a block once in many steps, and costs a comparison in the others.
-            if computed in saving.settled and not saving.refused and request_id not in states_of:
+            if computed in saving.settled and not (states_of and request_id in states_of):
                 continue
             states = self._shareable.states(state.request, states_of.get(request_id, ()))
             num_hashes = self.complete_hashes(state.request, computed)
@@ -81,7 +83,8 @@ class DueSaves:
                 if (tables := tables_of.get_block_ids(request_id)) is None:
                     continue
                 self._save(state, num_hashes, tables, metadata, states=states)
-            saving.settle(num_hashes, self._groups.engine_block_size, computed, self.provisional_tokens)
+            if not saving.refused:
+                saving.settle(num_hashes, self._groups.engine_block_size, computed, self.provisional_tokens)
 
     def finish(self, state: RequestState, tables: tuple[list[int], ...], metadata: UndercroftMetadata) -> None:
         """Save the last blocks of a request that has finished: with asynchronous scheduling their hashes appear after
@@ -161,6 +164,7 @@ class DueSaves:
             saving.refused = result.refused
             if result.refused:
                 saving.saved_tokens = 0
+                saving.settled = range(0)
                 # A full memory refuses many saves at once. Their retries are spread over several steps.
                 half = _RETRY_STEPS // 2 << min(saving.refusals, _DOUBLINGS)
                 saving.refusals += 1

@@ -61,7 +61,8 @@ class Saving:
     saved_tokens: int = 0
     """Number of tokens whose blocks got slots, or needed none."""
     settled: range = range(0)
-    """Numbers of computed tokens with which every complete block has been offered to the tiers, so no save is due."""
+    """Numbers of computed tokens with which every complete block has been offered to the tiers, so no save is due.
+    Empty while a save is refused."""
     windows_kept: int = 0
     """Number of tokens up to which the windows before boundaries have been saved."""
     shared_boundary: int = 0
