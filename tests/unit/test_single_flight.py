@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from fake_vllm import BLOCK, Request
 from scheduler_world import World, tokens
 from undercroft.connector.groups import Groups
-from undercroft.connector.scheduler import scheduler as module
+from undercroft.connector.scheduler import lookups as module
 from undercroft.connector.scheduler.single_flight import SingleFlight
 
 PREFIX = tokens(4 * BLOCK)

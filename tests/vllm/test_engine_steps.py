@@ -15,6 +15,7 @@ from engine_checks import add, begun, finish, nothing_left, step
 from real_engine import Engine, prompt
 from undercroft import compat
 from undercroft.connector.observe.stats import EngineStats
+from undercroft.device.cpu import CpuCopier
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -22,7 +23,7 @@ Start = Callable[..., Engine]
 DTYPES = {"llama": "float32", "gemma2": "float32", "qwen3_next": "bfloat16"}
 LONG = prompt(1000)
 """Seven blocks of 128 tokens, or one of the 640 that Qwen's blocks have."""
-MOST_CALLS_COLD, MOST_CALLS_ANSWERS = 180, 62
+MOST_CALLS_COLD, MOST_CALLS_ANSWERS = 176, 62
 """Calls of undercroft's functions in the step of a new prompt, without its arrival, and in a later one."""
 SEVERAL = [prompt(700, seed=90 + i) for i in range(3)]
 
@@ -109,9 +110,12 @@ def test_a_step_takes_few_calls_with_a_new_prompt_and_with_answers_only(
     cold, answers = [], []
     for seed in range(8):
         add(one, str(seed), prompt(1000, seed=200 + seed), 6)
-        cold.append(calls(lambda: step(one)))
+        # On a busy machine the step's copy ends within the step itself. Its end is counted in none.
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuCopier, "poll", lambda _: [])
+            cold.append(calls(lambda: step(one)))
         answers += [calls(lambda: step(one)) for _ in range(3)]
         finish(one)
-    # The least: a copy may end in any step.
+    # The least: a copy may end in any later step.
     assert min(cold) <= MOST_CALLS_COLD
     assert min(answers) <= MOST_CALLS_ANSWERS
