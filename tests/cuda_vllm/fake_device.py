@@ -1,15 +1,17 @@
 """Starts vLLM's CUDA platform over the fake CUDA.
 
 vLLM's Python is its own. Others are the detection of the platform, the warm-up, and kernels that are not Triton's.
+On a GPU (`tools/gpu_day`) the kernels are the GPU's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,13 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # Its images of FlashInfer and DeepGEMM need a compiler for GPUs.
     "VLLM_USE_DEEP_GEMM": "0",
+}
+ON_GPU = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_DEEP_GEMM": "0",
+    # Products of float32 are otherwise rounded to fewer bits, and tokens would depend on the size of a batch.
+    "TRITON_F32_DEFAULT": "ieee",
 }
 NATIVE = {"rms_norm": ["native"], "fused_add_rms_norm": ["native"], "gelu_and_mul_sparse": ["native"]}
 ENGINE: Mapping[str, Any] = {
@@ -48,9 +57,14 @@ def environment(wheel: Path, devices: int = 1) -> dict[str, str]:
     return environment
 
 
+def on_gpu(wheel: Path) -> dict[str, str]:
+    """Variables of a process whose engines run on a GPU, with the vLLM of a folder."""
+    return {**ON_GPU, MARK: str(wheel)}
+
+
 def is_loaded() -> bool:
     """Whether this process was started so."""
-    return fake_cuda.is_loaded() and MARK in os.environ
+    return MARK in os.environ and (fake_cuda.is_loaded() or torch.cuda.is_available())
 
 
 def prepare() -> None:
@@ -58,6 +72,15 @@ def prepare() -> None:
     import vllm.platforms
 
     vllm.platforms.builtin_platform_plugins["cuda"] = lambda: "vllm.platforms.cuda.CudaPlatform"
+    if fake_cuda.is_loaded():
+        _prepare_fake()
+    import vllm.v1.worker.gpu_worker as gpu_worker
+
+    # It imports all models, and warms kernels up that the interpreter and the bundle lack.
+    gpu_worker.kernel_warmup = lambda worker: None
+
+
+def _prepare_fake() -> None:
     import vllm.utils.torch_utils as torch_utils
 
     import compute
@@ -76,7 +99,6 @@ def prepare() -> None:
     sys.modules[flash_attention] = types.ModuleType(flash_attention)
     compute.replace_triton()
 
-    import vllm.v1.worker.gpu_worker as gpu_worker
     from vllm.distributed.device_communicators import cuda_wrapper
 
     import operators
@@ -84,11 +106,39 @@ def prepare() -> None:
     operators.install()
     for module in (torch.accelerator, torch.cuda):
         module.empty_cache = _after_streams(module.empty_cache)
-    # It imports all models, and warms kernels up that the interpreter lacks.
-    gpu_worker.kernel_warmup = lambda worker: None
     # vLLM opens the runtime library by its path, past the fake.
     runtime = cuda_wrapper.find_loaded_library("libcudart")
     cuda_wrapper.CudaRTLibrary.path_to_library_cache[runtime] = ctypes.CDLL(None)
+
+
+class Untouched:
+    """In place of `fake_cuda.Fake` on a GPU, whose driver is neither slowed down nor watched."""
+
+    def delays(self, seed: int, longest: float) -> None:
+        pass
+
+    def copies_at(self, bytes_per_second: float) -> None:
+        pass
+
+    def violations(self) -> list[str]:
+        return []
+
+    def forget_violations(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def computing() -> Iterator[None]:
+    """Kernels compute meanwhile, in the order of their streams. A GPU's do so anyway."""
+    if not fake_cuda.is_loaded():
+        yield
+        return
+    from compute import Compute
+
+    moving = fake_cuda.run_kernels()
+    with Compute():
+        yield
+    del moving
 
 
 def _after_streams(empty_cache: Callable[[], None]) -> Callable[[], None]:
