@@ -14,12 +14,10 @@ import fake_cuda
 TOOLS = Path(__file__).parents[2] / "tools"
 # Python reads it at start, in the processes of the ranks, too.
 SITE = """
-import atexit, os, pathlib, sys
+import atexit, os, pathlib, runpy, sys
 sys.modules["vllm"] = None  # the check needs none
-import torch
 import fake_cuda
-torch.cuda.init()
-moving = fake_cuda.run_kernels()
+kept = runpy.run_path(str(fake_cuda.HERE / "computing" / "sitecustomize.py"))
 
 def tell():
     violations = fake_cuda.Fake().violations()

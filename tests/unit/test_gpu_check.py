@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_check import correctness, interference, ranks, report, rig, run, speed
+from gpu_check import borders, correctness, interference, ranks, report, rig, run, speed
 from gpu_check.report import Section
 
 from undercroft.device import factory
@@ -84,7 +84,7 @@ def test_all_parts_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run.main(["--device", "cpu", "--small", "--json", str(target)]) == 0
     result = json.loads(target.read_text())
     assert (result["wrong"], result["errors"]) == ([], [])
-    assert len(result["sections"]) == 6
+    assert len(result["sections"]) == 11
     assert result["complete"] is True
     assert all(section["rows"] for section in result["sections"]), "a part found nothing"
     out, err = capsys.readouterr()
@@ -103,7 +103,7 @@ def test_a_part_that_ends_the_process_leaves_what_was_found_before(
     with pytest.raises(KeyboardInterrupt):
         run.main(["--device", "cpu", "--small", "--json", str(target)])
     result = json.loads(target.read_text())
-    assert [section["name"] for section in result["sections"]] == ["correctness"]
+    assert [section["name"] for section in result["sections"]] == ["correctness", "bytes in a large cache"]
     assert result["complete"] is False
 
 
@@ -143,7 +143,7 @@ class Mistaken:
     ("mistake", "found"),
     [("save", "other bytes were saved"), ("load", "bytes after the load"), ("forgets", "bytes after the load")],
 )
-def test_wrong_bytes_are_found_and_nothing_else_is_measured(
+def test_wrong_bytes_are_found_and_the_rest_is_measured(
     mistake: str, found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def make(*args: Any) -> Any:
@@ -153,9 +153,11 @@ def test_wrong_bytes_are_found_and_nothing_else_is_measured(
     target = tmp_path / "found.json"
     assert run.main(["--device", "cpu", "--small", "--json", str(target)]) == 1
     result = json.loads(target.read_text())
-    assert len(result["wrong"]) == len(result["sections"][0]["rows"]) > 0
+    of_correctness = [name for name in result["wrong"] if name.startswith("correctness: ")]
+    assert len(of_correctness) == len(result["sections"][0]["rows"]) > 0
     assert all(found in row["value"] for row in result["sections"][0]["rows"])
-    assert all("bytes come first" in section["skipped"] for section in result["sections"][1:])
+    assert [section["name"] for section in result["sections"] if section["skipped"]] == []
+    assert "speed" in [section["name"] for section in result["sections"] if section["rows"]]
 
 
 def test_a_copy_that_fails_ends_its_part_and_not_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +189,23 @@ def test_an_error_beside_launches_is_not_lost() -> None:
         raise ValueError("refused")
 
     with pytest.raises(ValueError, match="refused"):
-        interference._launches(CPU, fail)
+        interference.launches(CPU, fail)
 
 
 def test_a_round_trip_leaves_other_blocks_alone() -> None:
     with rig.copying(CPU, "LBHNC", correctness.LAYERS, 4096, 12, 12) as one:
         assert correctness.round_trip(one, 12, seed=3) == ""
+
+
+@pytest.mark.parametrize("mistake", ["save", "load"])
+def test_wrong_bytes_far_in_a_large_cache_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig, "make_copier", lambda *args: Mistaken(factory.make_copier(*args), mistake))
+    rows = borders.far(CPU)
+    assert [row.name for row in rows if row.ok] == []
+    assert {row.name.rpartition(" at ")[2] for row in rows} == {"the start", "2^20 bytes", "the end"}
+
+
+def test_lost_copies_of_many_batches_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig, "make_copier", lambda *args: Mistaken(factory.make_copier(*args), "load"))
+    [row] = [row for row in borders.batches(CPU) if row.must]
+    assert not row.ok

@@ -79,7 +79,7 @@ def pinning(rig: Rig) -> list[Row]:
     size = rig.pick(8 << 30, 8 << 20)
     rig.say(f"pinning {size >> 20} MiB beside launches")
     arena = Arena.create(size)
-    alone = _launches(rig, lambda: time.sleep(rig.pick(1000, 20) / 1e3))
+    alone = launches(rig, lambda: time.sleep(rig.pick(1000, 20) / 1e3))
     free = rig.free_bytes()
     pinners = []
     begin = time.perf_counter()
@@ -90,7 +90,7 @@ def pinning(rig: Rig) -> list[Row]:
             pinners.append(pinner)
             pinner.wait()
 
-    beside = _launches(rig, register)
+    beside = launches(rig, register)
     took = time.perf_counter() - begin
     used = max(0, free - rig.free_bytes())
     pinned = sum(pinner.pinned_bytes for pinner in pinners) if pinners else size
@@ -124,7 +124,7 @@ def unpinned(rig: Rig) -> list[Row]:
             one.copier.drain()
 
         work()
-        beside = _launches(rig, work)
+        beside = launches(rig, work)
         one.finish()
     return [
         at_most("longest launch beside unpinned copies", beside[2], STALL_MS, "ms"),
@@ -132,7 +132,7 @@ def unpinned(rig: Rig) -> list[Row]:
     ]
 
 
-def _launches(rig: Rig, work: Callable[[], None]) -> tuple[float, float, float]:
+def launches(rig: Rig, work: Callable[[], None]) -> tuple[float, float, float]:
     """Milliseconds of tiny launches of this thread while ``work`` runs in another: median, 99th percentile, longest."""
     tiny = torch.zeros(8, device=rig.device)
     errors: list[Exception] = []

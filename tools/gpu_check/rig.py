@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from undercroft._core import Arena
-from undercroft.device.api import DeviceCopier, Job
+from undercroft.device.api import GATHER_BELOW, DeviceCopier, Job
 from undercroft.device.factory import make_copier, pin_arena
 from undercroft.device.layout import GroupCopy
 from undercroft.device.synthetic import SyntheticCache, synthetic_cache
@@ -95,6 +95,7 @@ class Copying:
     copier: DeviceCopier
     slot: int
     """Bytes from one slot to the next."""
+    page: int
     rank: int = 0
     tickets: int = 0
     held: torch.Tensor | None = None
@@ -139,8 +140,12 @@ def copying(
     ranks: int = 1,
     rank: int = 0,
     arena: Arena | None = None,
+    gather_below: int = GATHER_BELOW,
 ) -> Iterator[Copying]:
-    """A KV cache of ``blocks`` blocks, an arena (a new one, if none is given) of ``slots`` slots, and a copier."""
+    """A KV cache of ``blocks`` blocks, an arena (a new one, if none is given) of ``slots`` slots, and a copier.
+
+    ``gather_below``: smaller pages are gathered on the device (bytes).
+    """
     slot = -(-page * layers * ranks // SLOT_ALIGN) * SLOT_ALIGN
     cache = synthetic_cache(page, blocks, layers, layout, rig.device)
     arena = arena or Arena.create(slot * slots)
@@ -150,9 +155,9 @@ def copying(
             pinner.wait()
             if pinner.pinned_bytes < arena.size:
                 raise RuntimeError(f"only {pinner.pinned_bytes} of {arena.size} bytes of host memory could be pinned")
-        copier = make_copier(cache.layout, arena, rank, pinner)
+        copier = make_copier(cache.layout, arena, rank, pinner, gather_below)
         try:
-            yield Copying(rig, cache, arena, copier, slot, rank)
+            yield Copying(rig, cache, arena, copier, slot, page, rank)
         finally:
             copier.close()
     finally:

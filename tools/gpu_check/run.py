@@ -66,7 +66,7 @@ def check(kind: str, small: bool, target: Path) -> int:
     """Run every part, print a table, write the JSON."""
     import torch
 
-    from gpu_check import correctness, interference, ranks, speed
+    from gpu_check import borders, correctness, interference, ranks, speed
     from gpu_check.facts import facts
     from gpu_check.report import Section, as_json, as_table, exit_code
     from gpu_check.rig import TOTAL_S, Rig
@@ -77,18 +77,21 @@ def check(kind: str, small: bool, target: Path) -> int:
     target.parent.mkdir(parents=True, exist_ok=True)
     parts: list[tuple[str, Callable[[Rig], list[Row]]]] = [
         ("correctness", correctness.check),
+        ("bytes in a large cache", borders.far),
         ("speed", speed.check),
+        ("copies beside a prefill", borders.beside_prefill),
+        ("many batches", borders.batches),
+        ("border of gathering", borders.sweep),
         ("decode beside copies", interference.decode),
         ("launches beside pinning", interference.pinning),
         ("launches beside unpinned copies", interference.unpinned),
+        ("chunks of registration", borders.chunks),
         ("two ranks", ranks.check),
     ]
     sections: list[Section] = []
     for name, part in parts:
         skipped = ""
-        if sections and exit_code(sections[:1]):
-            skipped = "bytes come first: see correctness"
-        elif rig.is_over():
+        if rig.is_over():
             skipped = f"{TOTAL_S:g} s are over"
         elif part is ranks.check and kind == "cuda" and torch.cuda.device_count() < ranks.RANKS:
             skipped = "there is one device"

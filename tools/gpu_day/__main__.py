@@ -48,7 +48,7 @@ def environments(site: Path, *, fake: bool) -> dict[bool, Mapping[str, str]]:
     import fake_cuda
     import fake_device
 
-    made = fake_device.environment(site) if fake else {**os.environ, **fake_device.on_gpu(site)}
+    made = fake_device.environment(site, devices=2) if fake else {**os.environ, **fake_device.on_gpu(site)}
     folders = ["tools", *TESTS]
     base = os.pathsep.join([str(site), *(str(ROOT / folder) for folder in folders)])
     plain = made | {"PYTHONPATH": base, "PYTHONUNBUFFERED": "1"}

@@ -52,9 +52,7 @@ def main() -> int:
 def add_vllm(site: Path) -> None:
     """The Python files of the CUDA wheel, with stand-ins for its extensions."""
     large = ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so", "__pycache__")
-    shutil.copytree(
-        cuda_wheels.unpacked(overlay.installed_version()), site, ignore=shutil.ignore_patterns(*large)
-    )
+    shutil.copytree(cuda_wheels.unpacked(overlay.installed_version()), site, ignore=shutil.ignore_patterns(*large))
     package = site / "vllm"
     shutil.copy(HERE / "stand_ins.py", package / "_C_stable_libtorch.py")
     (package / "_moe_C_stable_libtorch.py").touch()

@@ -1,4 +1,4 @@
-"""An engine of an 8B model with dummy weights: time to the first token computed and loaded, and decode steps beside copies.
+"""An engine of an 8B shape with dummy weights: seconds to the first token, and decode steps beside copies.
 
 Writes its results after each measurement. Runs in the environment of `gpu_day`.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -23,7 +24,8 @@ Environment = Mapping[str, str]
 def run(day: Day, steps: Sequence[Step], environments: Mapping[bool, Environment], total_s: float) -> int:
     """0: all bytes are right. 1: some are wrong. 2: none are known to be wrong, but a step that shows bytes did not.
 
-    ``environments``: of the processes, by `Step.kernels`. ``total_s``: the machine's time; later steps get what is left.
+    ``environments``: of the processes, by `Step.kernels`. ``total_s``: the machine's time, of which later
+    steps get the rest.
     """
     day.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
@@ -77,8 +79,6 @@ def _run(command: Sequence[str], environment: Environment, log: Any, limit_s: fl
         return None
     finally:
         # A step's own processes may outlive it, and would disturb the next step.
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()

@@ -41,7 +41,7 @@ class Step:
     """Whether the fake's kernels have to be started for it. Tests and engines start their own."""
 
     def verdict(self, out: Path, status: int | None) -> str:
-        """"right", "wrong", "not shown", or "" for a step that shows no bytes. ``status``: None if it did not end."""
+        """ "right", "wrong", "not shown", or "" for a step that shows no bytes. ``status``: None if it did not end."""
         if not self.shows_bytes:
             return ""
         if self.report:
