@@ -159,6 +159,29 @@ test-cuda-wheels: build  ## vLLM's own CUDA copies over the fake CUDA (extension
 gpu-check: build  ## The first minutes on a GPU: right bytes, then speed, then what copies cost the model
 	$(BIN)/python tools/gpu_check --json .run/gpu-check.json
 
+# Of the machine that the bundle is for, whose packages tools/gpu_day/machine.txt lists.
+GPU_PYTHON ?= 3.12
+GPU_VENV := .venv-gpu-day
+
+$(GPU_VENV)/.stamp: tools/gpu_day/machine.txt $(DEPS)
+	@$(UV_ENV); uv venv --quiet --clear --python $(GPU_PYTHON) $(GPU_VENV); \
+	  uv pip install --quiet --python $(GPU_VENV)/bin/python -r tools/gpu_day/machine.txt
+	@touch $@
+
+.PHONY: gpu-bundle
+gpu-bundle: build $(GPU_VENV)/.stamp  ## Build what gpu-day needs on a bare rented machine, and try it on the fake CUDA (5 GB once)
+	$(BIN)/python tools/gpu_day/bundle.py --python $(GPU_PYTHON) --target .run/gpu-bundle.zip
+	$(GPU_VENV)/bin/python tools/gpu_day --dry-run --out .run/gpu-bundle-tried --steps 'engine: steps'
+
+# `make gpu-day STEPS='8B shape|MLA'` runs some steps, `make gpu-day DRY_RUN=1` all of them on the fake CUDA.
+STEPS ?=
+DRY_RUN ?=
+
+.PHONY: gpu-day
+gpu-day:  ## The first ten minutes on a bare rented GPU (PyTorch there, .run/gpu-bundle.zip carried): bytes, tests, engines, speed
+	$(if $(DRY_RUN),$(GPU_VENV)/bin/python,$(PYTHON)) tools/gpu_day $(if $(DRY_RUN),--dry-run) \
+	  --steps '$(STEPS)' --out "$${OUT:-.run/gpu-day}"
+
 .PHONY: lint
 lint: lint-rust lint-python  ## Formatting, clippy, rustdoc, licenses, ruff, mypy, the stub, and prose
 
