@@ -103,6 +103,12 @@ def test_the_checks_own_report_says_whether_bytes_are_wrong(
     assert check.verdict(tmp_path, status) == verdict
 
 
+def test_the_report_of_an_earlier_day_shows_nothing(tmp_path: Path) -> None:
+    (tmp_path / "check.json").write_text(json.dumps({"wrong": [], "sections": [1]}))
+    check = Step("check", 60.0, lambda day: [sys.executable, "-c", RIGHT], shows_bytes=True, report="check.json")
+    assert results(tmp_path, check) == (2, [("check", "not shown")])
+
+
 def test_no_two_steps_have_one_name_and_bytes_come_before_figures() -> None:
     names = [one.name for one in STEPS]
     assert len(set(names)) == len(names)

@@ -53,6 +53,9 @@ def exit_code(found: Sequence[Mapping[str, Any]]) -> int:
 def _one(day: Day, step: Step, environment: Environment, limit_s: float) -> dict[str, Any]:
     result: dict[str, Any] = {"name": step.name, "seconds": 0.0, "ended": "no time was left"}
     status: int | None = None
+    if step.report:
+        # An earlier day's report shows nothing.
+        Path(day.out, step.report).unlink(missing_ok=True)
     if limit_s > 0:
         begin = time.monotonic()
         with Path(day.out, "day.log").open("ab") as log:
