@@ -11,6 +11,7 @@ import pytest
 from engine_checks import Reference
 from real_engine import prompt
 from test_kill_and_restart import FIRST, HIT, TRAFFIC, ask, kill_during_traffic
+from served_client import until
 from threshold_http import Client, start_server, wait_until_on_disk
 from tier_engine import extra_config
 
@@ -42,7 +43,13 @@ def test_a_server_that_is_killed_finds_its_chunks_again(
         assert right(client, reference, FIRST) == [HIT] * len(FIRST)
         right(client, reference, TRAFFIC)
         client.wait_until_idle()
-        assert client.metric("vllm:undercroft_transfers_total", tier="disk", direction="load") > 0
+
+        def reads_are_counted() -> bool:
+            # A step reads the engine's counters at most once in a second.
+            right(client, reference, FIRST[:1])
+            return client.metric("vllm:undercroft_transfers_total", tier="disk", direction="load") > 0
+
+        until("the reads are counted", reads_are_counted)
         read = client.metric("vllm:kv_offload_tiering_read_bytes_total", tier="1:UndercroftTier")
         assert read >= len(FIRST) * HIT * 4096
         assert client.metric("vllm:undercroft_checksum_failures_total") == 0
