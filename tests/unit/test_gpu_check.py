@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import torch
 from gpu_check import borders, correctness, interference, ranks, report, rig, run, speed
 from gpu_check.report import Section
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from undercroft.device import factory
 from undercroft.device.api import DeviceCopier, Job
@@ -190,6 +191,25 @@ def test_an_error_beside_launches_is_not_lost() -> None:
 
     with pytest.raises(ValueError, match="refused"):
         interference.launches(CPU, fail)
+
+
+@pytest.mark.parametrize("part", [borders.far, borders.sweep, interference.decode, speed.check])
+def test_a_part_has_one_cache_at_a_time(
+    part: Callable[[rig.Rig], list[report.Row]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache takes up to 60 % of the device's memory."""
+    made: list[StorageWeakRef] = []
+    original = rig.synthetic_cache
+
+    def make(*args: Any) -> Any:
+        assert all(earlier.expired() for earlier in made), "an earlier cache is still there"
+        cache = original(*args)
+        made.append(StorageWeakRef(cache.pages[0].untyped_storage()))
+        return cache
+
+    monkeypatch.setattr(rig, "synthetic_cache", make)
+    part(CPU)
+    assert len(made) > 1
 
 
 def test_a_round_trip_leaves_other_blocks_alone() -> None:

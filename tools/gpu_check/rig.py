@@ -144,7 +144,8 @@ def copying(
 ) -> Iterator[Copying]:
     """A KV cache of ``blocks`` blocks, an arena (a new one, if none is given) of ``slots`` slots, and a copier.
 
-    ``gather_below``: smaller pages are gathered on the device (bytes).
+    At the end cache and copier are taken away from the object. ``gather_below``: smaller pages are gathered on the
+    device (bytes).
     """
     slot = -(-page * layers * ranks // SLOT_ALIGN) * SLOT_ALIGN
     cache = synthetic_cache(page, blocks, layers, layout, rig.device)
@@ -155,14 +156,16 @@ def copying(
             pinner.wait()
             if pinner.pinned_bytes < arena.size:
                 raise RuntimeError(f"only {pinner.pinned_bytes} of {arena.size} bytes of host memory could be pinned")
-        copier = make_copier(cache.layout, arena, rank, pinner, gather_below)
+        one = Copying(rig, cache, arena, make_copier(cache.layout, arena, rank, pinner, gather_below), slot, page, rank)
+        del cache
         try:
-            yield Copying(rig, cache, arena, copier, slot, page, rank)
+            yield one
         finally:
-            copier.close()
+            one.copier.close()
+            # In a loop the caller's variable still names this object while the next cache is made.
+            del one.cache, one.copier
     finally:
         if pinned and pinner is not None:
             pinner.close()
-        del cache
         if rig.device.type == "cuda":
             torch.cuda.empty_cache()
