@@ -185,6 +185,50 @@ def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ended with 1" in str(row.value)
 
 
+def test_copies_beside_decode_steps_never_cease_and_never_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        """Ends at most one job between two steps."""
+
+        def __init__(self, inner: DeviceCopier) -> None:
+            self.inner = inner
+            self.ended: list[Any] = []
+
+        def poll(self) -> list[Any]:
+            self.ended += self.inner.poll()
+            now, self.ended = self.ended[:1], self.ended[1:]
+            return now
+
+        def drain(self) -> None:
+            self.inner.drain()
+            self.inner.poll()
+            self.ended.clear()
+
+        def submit(self, to_arena: bool, jobs: Sequence[Job]) -> list[int]:
+            queued = self.inner.submit(to_arena, jobs)
+            self.inner.drain()
+            self.ended += self.inner.poll()
+            return queued
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    under_way: list[int] = []
+    copiers: list[Slow] = []
+
+    def make(*args: Any) -> Any:
+        copiers.append(Slow(factory.make_copier(*args)))
+        return copiers[-1]
+
+    def step(_: interference.Decode) -> float:
+        under_way.append(len(copiers[-1].ended))
+        return 1.0
+
+    monkeypatch.setattr(rig, "make_copier", make)
+    monkeypatch.setattr(interference.Decode, "step", step)
+    interference.decode(CPU)
+    assert set(under_way) == {0, interference.JOBS}, "steps alone, and steps beside as many jobs as ever"
+
+
 def test_an_error_beside_launches_is_not_lost() -> None:
     def fail() -> None:
         raise ValueError("refused")

@@ -115,11 +115,17 @@ class Copying:
         self.tickets += len(jobs)
         self.copier.submit(to_arena, numbered)
 
+    def ended(self) -> int:
+        """Number of jobs that have ended since the last call. Raises RuntimeError if one failed."""
+        ended = self.copier.poll()
+        if not all(job.ok for job in ended):
+            raise RuntimeError("a copy failed; the log above says why")
+        return len(ended)
+
     def finish(self) -> None:
         """Wait until every job has ended. Raises RuntimeError if one failed."""
         self.copier.drain()
-        if not all(ended.ok for ended in self.copier.poll()):
-            raise RuntimeError("a copy failed; the log above says why")
+        self.ended()
 
     def arena_bytes(self, slot: int) -> np.ndarray:
         """The bytes in this rank's part of a slot now."""
