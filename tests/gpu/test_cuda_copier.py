@@ -30,6 +30,8 @@ LAYERS = 4
 SLOT = 20480
 SPIN = 100_000
 """Cycles of a spinning kernel: some tens of microseconds, longer than the copies here."""
+LONG_SPIN = 50 * SPIN
+"""Some milliseconds: longer than a lane's thread takes to queue a job, and this thread to look at a queued one."""
 SEEDS = range(4)
 ROW_NUMBERS = 64
 """So few that each copier writes over numbers of rows that an earlier kernel has read."""
@@ -64,8 +66,7 @@ class WithoutWaits(Untimed):
 
 
 class EventsTooEarly(Untimed):
-    spin = 20 * SPIN
-    """Longer than this thread takes to look at a job that is queued."""
+    spin = LONG_SPIN
 
     def happened(self, event: Any) -> bool:
         return True
@@ -109,14 +110,21 @@ def pin_whole(device: torch.device, arena: Arena) -> ArenaPinner:
 
 
 def work(
-    streams: CudaStreams, device: torch.device, seed: int, layout: str, pinner: Any, arena: Arena, **more: Any
+    streams: CudaStreams,
+    device: torch.device,
+    seed: int,
+    layout: str,
+    pinner: Any,
+    arena: Arena,
+    model_spin: int = SPIN,
+    **more: Any,
 ) -> None:
     cache: SyntheticCache = synthetic_cache(PAGE, 17, LAYERS, layout, device)
     lanes = Lanes.make(streams, 5 * PAGE * LAYERS, ROW_NUMBERS)
     copier = CudaCopier(cache.layout, arena, 0, lanes, pinner, **more)
 
     def enqueue(what: Callable[[], None]) -> None:
-        torch.cuda._sleep(SPIN)
+        torch.cuda._sleep(model_spin)
         what()
 
     ticks = itertools.count()
@@ -164,7 +172,7 @@ def test_a_missing_dependency_is_found(
     with pytest.raises(AssertionError, match="wrong bytes"):
         for seed in SEEDS:
             arena = Arena.create(ARENA)
-            work(broken(device), device, seed, "LBHNC", pinned(arena), arena, strategy=strategy)
+            work(broken(device), device, seed, "LBHNC", pinned(arena), arena, LONG_SPIN, strategy=strategy)
 
 
 def test_the_driver_copies_in_batches() -> None:
