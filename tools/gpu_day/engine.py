@@ -39,9 +39,12 @@ class Sizes(NamedTuple):
 
 
 LARGE = Sizes(4096, 14336, 32, 32, 8, 128, 128256, (8 << 10, 32 << 10, 128 << 10), 32, 400, "40GiB")
+CHUNK = 8192
+"""Tokens of a large model's step, at most."""
 SMALL = Sizes(64, 128, 2, 4, 2, 32, 1000, (64, 128, 256), 2, 12, "64MiB")
 ROUNDS = 3
 """Prompts that are saved or loaded beside the decodes."""
+PAUSE_S = 0.001
 
 
 def main() -> int:
@@ -50,6 +53,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--gather-below", type=parse_size, help="as the option gather_below")
+    parser.add_argument("--longest", type=int, help="tokens of the longest prompt (all lengths)")
     options = parser.parse_args()
     if fake_device.is_loaded():
         torch.cuda.init()
@@ -64,9 +68,12 @@ def main() -> int:
         begin = time.perf_counter()
         one = engine(sizes, Path(directory), options.gather_below, small=options.small)
         found["start_s"] = round(time.perf_counter() - begin, 1)
+        pause(one)
         one.generate_all([prompt(sizes, 32, 99)] * sizes.decodes, 4)
         settle(one)
         for length in sizes.prompts:
+            if options.longest and length > options.longest:
+                break
             found["first token"].append(first_token(one, sizes, length))
             write()
         found["decode steps"] = beside(one, sizes)
@@ -105,7 +112,7 @@ def engine(sizes: Sizes, directory: Path, gather_below: int | None, *, small: bo
         "gpu_memory_utilization": 0.85,
         "kv_cache_memory_bytes": None,
         "max_num_seqs": 64,
-        "max_num_batched_tokens": 8192,
+        "max_num_batched_tokens": CHUNK,
         "dtype": "bfloat16",
         "enforce_eager": False,
         "compilation_config": {
@@ -116,6 +123,23 @@ def engine(sizes: Sizes, directory: Path, gather_below: int | None, *, small: bo
     }
     arguments = {**fake_device.ENGINE, **({} if small else large), "max_model_len": sizes.prompts[-1] + 256}
     return Engine(directory, options, load_format="dummy", **arguments)
+
+
+def pause(one: Any) -> None:
+    """Sleep after steps in which no model ran and requests wait, as vLLM's own loop does.
+
+    See ``_process_engine_step`` in vllm/v1/engine/core.py. A loop without pauses keeps Python's lock from the threads
+    that queue copies.
+    """
+    step = one.core.step_fn
+
+    def paused() -> tuple[Any, bool]:
+        outputs, model_executed = step()
+        if not model_executed and one.scheduler.has_requests():
+            time.sleep(PAUSE_S)
+        return outputs, model_executed
+
+    one.core.step_fn = paused
 
 
 def prompt(sizes: Sizes, length: int, seed: int) -> list[int]:
@@ -132,6 +156,9 @@ def settle(one: Any) -> None:
 
 def first_token(one: Any, sizes: Sizes, length: int) -> dict[str, Any]:
     """Seconds to the first token of a prompt, computed and then loaded."""
+    # Another prompt brings all kernels into being: those of a first chunk, and of one that has others before it.
+    one.generate(prompt(sizes, min(length, 2 * CHUNK), length + 1), 1)
+    settle(one)
     ids = prompt(sizes, length, length)
     took, cached = [], []
     for _ in range(1 + ROUNDS):
