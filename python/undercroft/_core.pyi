@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
+import numpy as np
+
 from undercroft.errors import ConfigError as ConfigError
 from undercroft.errors import ServerError as ServerError
 from undercroft.errors import StoreError as StoreError
@@ -488,6 +490,28 @@ class Copier:
 
     def drain(self) -> None:
         """Wait until every queued job has ended (GIL released)."""
+
+@final
+class CopyBatches:
+    """Copies between host and device on one stream of a CUDA device, in batches of 128 of which few are in flight.
+
+    A call of the driver that finds no room for its copies waits for the device under a lock that every launch of the
+    model needs. Here a thread waits for room without this lock and without Python's.
+    """
+
+    def __new__(cls, functions: tuple[int, int, int, int], stream: int) -> CopyBatches:
+        """``functions``: addresses of the driver's ``cuMemcpyBatchAsync`` (interface of CUDA 12.8), ``cuEventCreate``,
+        ``cuEventRecord`` and ``cuEventQuery``. ``stream``: handle of a stream that is never destroyed. Raises
+        ValueError for a null address.
+        """
+
+    def queue(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, any_order: bool) -> None:
+        """Queue copies, given by int64 arrays of addresses and of sizes in bytes (GIL released). One thread at a time
+        calls it for a stream. ``any_order``: the device may read the sources at once, before earlier work.
+
+        Raises RuntimeError if the driver refuses; earlier copies are then queued. Raises ValueError for arrays of
+        different lengths, and for negative numbers.
+        """
 
 @final
 class Replay:

@@ -8,6 +8,8 @@
 using namespace fake;
 
 EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
+EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
+EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 
 static_assert(sizeof(CUmemcpyAttributes) == 24 && offsetof(CUmemcpyAttributes, flags) == 20, "CUDA 12.8's structure");
 
@@ -69,6 +71,20 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   need_context(device, "cuDevicePrimaryCtxRetain");
   *context = reinterpret_cast<CUcontext>(static_cast<uintptr_t>(device) + 1);
   return CUDA_SUCCESS;
+}
+EXPORT CUresult cuEventCreate(CUevent* event, unsigned flags) {
+  if (!has_context(current_device())) return CUDA_ERROR_INVALID_CONTEXT;
+  return static_cast<CUresult>(cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event), flags));
+}
+EXPORT CUresult cuEventRecord(CUevent event, CUstream stream) {
+  return static_cast<CUresult>(
+      cudaEventRecord(reinterpret_cast<cudaEvent_t>(event), reinterpret_cast<cudaStream_t>(stream)));
+}
+EXPORT CUresult cuEventQuery(CUevent event) {
+  // The runtime's last error does not change, unlike by cudaEventQuery.
+  if (refused_in_capture("cuEventQuery")) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  const auto recorded = reinterpret_cast<Event*>(event)->recorded;
+  return !recorded || recorded->happened() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 EXPORT CUresult cuGetErrorString(CUresult, const char** text) { *text = "an error of the fake"; return CUDA_SUCCESS; }
 EXPORT CUresult cuMemcpyAsync(CUdeviceptr destination, CUdeviceptr source, size_t size, CUstream stream) {

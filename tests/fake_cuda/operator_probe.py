@@ -35,8 +35,8 @@ def main(library: str) -> None:
 
     def both_ways() -> None:
         with torch.inference_mode(), torch.cuda.stream(stream):
-            copy(there.data_ptr() + order, host.data_ptr() + begin, sizes, stream.cuda_stream)
-            copy(host.data_ptr() + COPIES * SIZE + begin, there.data_ptr() + order, sizes, stream.cuda_stream)
+            copy(there.data_ptr() + order, host.data_ptr() + begin, sizes, stream.cuda_stream, fixed=False)
+            copy(host.data_ptr() + COPIES * SIZE + begin, there.data_ptr() + order, sizes, stream.cuda_stream, fixed=False)
 
     counted = fake.during(both_ways)
     stream.synchronize()
@@ -48,7 +48,7 @@ def main(library: str) -> None:
     arena = Arena.create(8192)
     assert int(torch.cuda.cudart().cudaHostRegister(arena.address, 4096, 1)) == 0
     with pytest.raises(RuntimeError), torch.cuda.stream(stream):
-        copy(*(np.array([value]) for value in (there.data_ptr(), arena.address + 4095, 2)), stream.cuda_stream)
+        copy(*(np.array([value]) for value in (there.data_ptr(), arena.address + 4095, 2)), stream.cuda_stream, fixed=False)
     print(schema)
     print("everything was copied")
 

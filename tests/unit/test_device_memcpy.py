@@ -24,6 +24,10 @@ Batch = ctypes.CFUNCTYPE(
     *[ctypes.c_void_p] * 2,
 )
 
+Create = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
+Record = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
+Query = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_void_p)
+
 
 class Function:
     """A driver's function: callable, and carrying the types that ctypes keeps on it."""
@@ -36,7 +40,7 @@ class Function:
 
 
 class Driver:
-    """``libcuda`` as far as it is used here."""
+    """``libcuda`` as far as it is used here. Everything happens at once."""
 
     def __init__(self, version: int, code: int = 0) -> None:
         self.code = code
@@ -45,13 +49,14 @@ class Driver:
         self.fail_at: int | None = None
         """Call of which the third copy fails, if it is given."""
         self.attributes: list[tuple[int, ...]] = []
+        self.events = 0
 
         @Batch
         def batch(dsts, srcs, sizes, count, attributes, begins, attribute_count, failed, stream) -> int:
             self.calls += 1
             self.counts.append(count)
-            if self.fail_at is not None and len(self.counts) % 3 == (self.fail_at + 1) % 3:
-                ctypes.c_size_t.from_address(failed).value = 3
+            if self.fail_at == len(self.counts):
+                ctypes.c_size_t.from_address(failed).value = 2
                 return 7
             arrays = [np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(a)) for a in (dsts, srcs, sizes)]
             words = (ctypes.c_uint * 6).from_address(attributes)
@@ -63,11 +68,31 @@ class Driver:
             assert stream == STREAM
             return self.code
 
+        @Create
+        def create(event: int, flags: int) -> int:
+            self.events += 1
+            ctypes.c_void_p.from_address(event).value = self.events
+            return 0
+
+        @Record
+        def record(event: int, stream: int) -> int:
+            assert 0 < event <= self.events
+            assert stream == STREAM
+            return 0
+
+        @Query
+        def query(event: int) -> int:
+            assert 0 < event <= self.events
+            return 0
+
+        functions = {"cuMemcpyBatchAsync": batch, "cuEventCreate": create, "cuEventRecord": record}
+        functions["cuEventQuery"] = query
+
         def find(name: bytes, address: int, asked: int, flags: int, status: int) -> int:
-            assert (name, flags) == (b"cuMemcpyBatchAsync", 0)
+            assert flags == 0
             if asked > version:
                 return 500
-            ctypes.c_void_p.from_address(address).value = ctypes.cast(batch, ctypes.c_void_p).value
+            ctypes.c_void_p.from_address(address).value = ctypes.cast(functions[name.decode()], ctypes.c_void_p).value
             return 0
 
         def single(destination: int, source: int, size: int, stream: int) -> int:
@@ -76,7 +101,7 @@ class Driver:
             assert stream == STREAM
             return self.code
 
-        self.keep = batch
+        self.keep = functions
         self.cuGetProcAddress_v2 = Function(find)
         self.cuMemcpyAsync = Function(single)
 
@@ -132,10 +157,10 @@ def test_thousands_of_copies_are_cut_into_calls_and_an_error_names_its_copy(vers
     driver_copy(driver)(each + target.ctypes.data, each + source.ctypes.data, np.ones_like(each), STREAM, fixed=False)
     assert (target == source).all()
     if version:
-        assert driver.calls == 3
-        assert driver.counts == [4096, 4096, 1808]
-        driver.fail_at = 2
-        with pytest.raises(RuntimeError, match="10000 copies failed with error 7 at 8195"):
+        assert driver.counts == [128] * 78 + [16]
+        assert driver.events == 4, "copies in flight are counted by few events"
+        driver.fail_at = len(driver.counts) + 3
+        with pytest.raises(RuntimeError, match="10000 copies failed with error 7 at 258"):
             driver_copy(driver)(
                 each + target.ctypes.data, each + source.ctypes.data, np.ones_like(each), STREAM, fixed=False
             )

@@ -1,4 +1,4 @@
-"""Batches of copies between host and device, thousands of copies in one call if possible.
+"""Batches of copies between host and device, many copies in one call if possible.
 
 The functions, the best first: the driver's batched copy (12.8 and newer), the driver's single copy in a loop, vLLM's
 own operator. All take addresses, so they copy any memory of the process. The operator comes last: with a driver older
@@ -13,23 +13,22 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from undercroft._core import CopyBatches
 from undercroft.device import driver
 
-_BATCH_SINCE = 12080
-"""Interface version (CUDA 12.8) of the driver's `cuMemcpyBatchAsync`: it has the arguments that this file uses."""
-_ACCESS_IN_STREAM_ORDER = 1
-"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a copy reads its source when the stream reaches the copy, not earlier."""
-_ACCESS_IN_ANY_ORDER = 3
-"""CU_MEMCPY_SRC_ACCESS_ORDER_ANY: a copy may read its source as soon as it is queued."""
-
+_INTERFACE = 12080
+"""Interface version (CUDA 12.8) of the driver's functions: the first with `cuMemcpyBatchAsync`."""
+_FUNCTIONS = (b"cuMemcpyBatchAsync", b"cuEventCreate", b"cuEventRecord", b"cuEventQuery")
+"""What `CopyBatches` calls."""
 MAX_COPIES = 4096
-"""Most copies of one call. A driver has crashed on a batch of 51,828 copies. A call costs little."""
-_PREFER_OVERLAP = 1
-"""CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE, a hint."""
+"""Most copies of one call of vLLM's operator. A driver has crashed on a batch of 51,828 copies."""
 
 
 class BatchedCopy(Protocol):
-    """Queues copies on the current PyTorch stream, whose handle is ``stream``. The caller may then reuse the arrays."""
+    """Queues copies on the current PyTorch stream, whose handle is ``stream``. The caller may then reuse the arrays.
+
+    One thread at a time queues copies on a stream. The call may wait until earlier copies have run.
+    """
 
     name: str
 
@@ -37,21 +36,6 @@ class BatchedCopy(Protocol):
         self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, *, fixed: bool
     ) -> None:
         """``fixed``: see `undercroft.device.streams.Streams.copy`. Raises RuntimeError if the driver refuses."""
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
-
-    _fields_ = (
-        ("source_access_order", ctypes.c_uint),
-        ("source_hint", _Location),
-        ("destination_hint", _Location),
-        ("flags", ctypes.c_uint),
-    )
 
 
 class VllmCopy:
@@ -73,37 +57,23 @@ class VllmCopy:
 
 
 class DriverBatch:
-    """``cuMemcpyBatchAsync``."""
+    """``cuMemcpyBatchAsync``, called by the core without Python's lock: the model's thread holds it most of the time."""
 
     name = "cuMemcpyBatchAsync"
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self._attributes = {
-            fixed: _Attributes(source_access_order=order, flags=_PREFER_OVERLAP)
-            for fixed, order in ((False, _ACCESS_IN_STREAM_ORDER), (True, _ACCESS_IN_ANY_ORDER))
-        }
-        self._attributes_begin = ctypes.c_size_t(0)
+    def __init__(self, functions: tuple[int, int, int, int]) -> None:
+        """``functions``: the addresses of `_FUNCTIONS`."""
+        self._functions = functions
+        self._streams: dict[int, CopyBatches] = {}
 
     def __call__(
         self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, *, fixed: bool
     ) -> None:
         """See `BatchedCopy`."""
-        arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in (destinations, sources, sizes)]
-        for begin in range(0, sizes.size, MAX_COPIES):
-            failed = ctypes.c_size_t(0)
-            code = self._function(
-                *(array.ctypes.data + begin * array.itemsize for array in arrays),
-                min(MAX_COPIES, sizes.size - begin),
-                ctypes.addressof(self._attributes[fixed]),
-                ctypes.addressof(self._attributes_begin),
-                1,
-                ctypes.addressof(failed),
-                stream,
-            )
-            if code:
-                place = f" at {begin + failed.value}" if failed.value < sizes.size else ""
-                raise RuntimeError(f"cuMemcpyBatchAsync of {sizes.size} copies failed with error {code}{place}")
+        batches = self._streams.get(stream)
+        if batches is None:
+            batches = self._streams[stream] = CopyBatches(self._functions, stream)
+        batches.queue(destinations, sources, sizes, fixed)
 
 
 class DriverLoop:
@@ -139,25 +109,17 @@ def batched_copy() -> BatchedCopy:
 
 def driver_copy(library: Any) -> BatchedCopy:
     """The best function of the CUDA driver. ``library``: a loaded ``libcuda``."""
-    batch = _entry_point(library, b"cuMemcpyBatchAsync", _BATCH_SINCE)
-    if batch is not None:
-        prototype = ctypes.CFUNCTYPE(
-            ctypes.c_uint,
-            *[ctypes.c_void_p] * 3,
-            ctypes.c_size_t,
-            *[ctypes.c_void_p] * 2,
-            ctypes.c_size_t,
-            *[ctypes.c_void_p] * 2,
-        )
-        return DriverBatch(prototype(batch))
+    copy, create, record, query = (_entry_point(library, name) for name in _FUNCTIONS)
+    if copy and create and record and query:
+        return DriverBatch((copy, create, record, query))
     single = library.cuMemcpyAsync
     single.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     single.restype = ctypes.c_uint
     return DriverLoop(single)
 
 
-def _entry_point(library: Any, name: bytes, version: int) -> int | None:
-    """Address of a driver function in an interface version; None if the driver is older."""
+def _entry_point(library: Any, name: bytes) -> int | None:
+    """Address of a driver's function; None if the driver is too old."""
     try:
         find = library.cuGetProcAddress_v2
     except AttributeError:
@@ -166,5 +128,5 @@ def _entry_point(library: Any, name: bytes, version: int) -> int | None:
     find.restype = ctypes.c_uint
     address = ctypes.c_void_p()
     status = ctypes.c_int()
-    code = find(name, ctypes.addressof(address), version, 0, ctypes.addressof(status))
+    code = find(name, ctypes.addressof(address), _INTERFACE, 0, ctypes.addressof(status))
     return None if code else address.value

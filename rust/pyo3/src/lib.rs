@@ -2,6 +2,7 @@
 //! classes, and its errors to exceptions.
 
 mod arena;
+mod batches;
 mod copier;
 mod engine;
 mod errors;
@@ -23,6 +24,8 @@ mod _core {
 
     #[pymodule_export]
     use crate::arena::PyArena;
+    #[pymodule_export]
+    use crate::batches::PyCopyBatches;
     #[pymodule_export]
     use crate::copier::PyCopier;
     #[pymodule_export]

@@ -1,9 +1,11 @@
-//! Copies between device pages that are host memory and the arena.
+//! Copies between device pages and the arena: by threads where the pages are host memory, or by the CUDA driver.
 
+mod batches;
 mod copier;
 mod nontemporal;
 mod routine;
 
+pub use batches::{BATCH, Batches, DriverFunctions, IN_FLIGHT, Refused, SourceOrder};
 pub use copier::{Copier, CopyPiece, Direction, Ended};
 pub use nontemporal::write_once;
 pub use routine::Routine;

@@ -1,0 +1,469 @@
+//! Copies between host and device memory, queued in batches on a stream of a CUDA device, by functions of its driver.
+//!
+//! Two measurements decide how (an H200, driver 580, pages of 64 KiB). The driver needs 0.4 us for each copy of a
+//! batch, and the device begins when the call returns: a batch of 4,096 copies reaches three quarters of the bus, and
+//! batches of 128 reach all of it. And a call for which the stream has no room waits for the device, under a lock that
+//! every launch of the model needs: so few copies are in flight that there is always room.
+
+#![expect(
+    unsafe_code,
+    reason = "calls functions of the CUDA driver by their addresses"
+)]
+
+use std::collections::VecDeque;
+use std::ffi::{c_int, c_uint, c_void};
+use std::ptr::NonNull;
+use std::time::Duration;
+
+/// Copies of one call.
+pub const BATCH: usize = 128;
+/// Most copies in flight, a multiple of a batch. With fewer the bus waits for the next call.
+pub const IN_FLIGHT: usize = 4 * BATCH;
+/// Pause between two looks at the device. The copies in flight take longer.
+const PAUSE: Duration = Duration::from_micros(20);
+/// `CUDA_ERROR_NOT_READY`: the event has not happened.
+const NOT_READY: u32 = 600;
+/// `CU_EVENT_DISABLE_TIMING`.
+const UNTIMED: c_uint = 2;
+/// `CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE`, a hint.
+const PREFER_OVERLAP: c_uint = 1;
+
+type Event = *mut c_void;
+type Stream = *mut c_void;
+type CopyBatch = unsafe extern "C" fn(
+    *const u64,
+    *const u64,
+    *const usize,
+    usize,
+    *const Attributes,
+    *const usize,
+    usize,
+    *mut usize,
+    Stream,
+) -> u32;
+type CreateEvent = unsafe extern "C" fn(*mut Event, c_uint) -> u32;
+type RecordEvent = unsafe extern "C" fn(Event, Stream) -> u32;
+type QueryEvent = unsafe extern "C" fn(Event) -> u32;
+
+/// `CUmemcpyAttributes`, without a hint at the place of either side.
+#[derive(Debug)]
+#[repr(C)]
+struct Attributes {
+    order: c_uint,
+    source: [c_int; 2],
+    destination: [c_int; 2],
+    flags: c_uint,
+}
+
+/// When a copy may read its source: `CUmemcpySrcAccessOrder`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum SourceOrder {
+    /// When the stream reaches the copy.
+    Stream = 1,
+    /// As soon as it is queued.
+    Any = 3,
+}
+
+/// Functions of the CUDA driver, 12.8 or newer.
+#[derive(Clone, Copy, Debug)]
+pub struct DriverFunctions {
+    copy: CopyBatch,
+    create: CreateEvent,
+    record: RecordEvent,
+    query: QueryEvent,
+}
+
+impl DriverFunctions {
+    /// From addresses. `None` if one is null.
+    ///
+    /// # Safety
+    ///
+    /// The addresses are those of `cuMemcpyBatchAsync` in version 12.8 of its interface, `cuEventCreate`,
+    /// `cuEventRecord` and `cuEventQuery`, in libraries that are never unloaded.
+    #[must_use]
+    pub unsafe fn at(copy: usize, create: usize, record: usize, query: usize) -> Option<Self> {
+        Some(Self {
+            // SAFETY: by the contract, the address of such a function. So are the following ones.
+            copy: unsafe { function(copy) }?,
+            // SAFETY: see above.
+            create: unsafe { function(create) }?,
+            // SAFETY: see above.
+            record: unsafe { function(record) }?,
+            // SAFETY: see above.
+            query: unsafe { function(query) }?,
+        })
+    }
+}
+
+/// The function at an address; `None` at 0.
+///
+/// # Safety
+///
+/// `F` is the type of a pointer to the function there.
+unsafe fn function<F: Copy>(address: usize) -> Option<F> {
+    const { assert!(size_of::<F>() == size_of::<NonNull<c_void>>()) };
+    let pointer = NonNull::new(std::ptr::with_exposed_provenance_mut::<c_void>(address))?;
+    // SAFETY: by the contract, and both have the size of a pointer.
+    Some(unsafe { std::mem::transmute_copy(&pointer) })
+}
+
+/// The driver refused a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// A batch. Earlier copies are queued.
+    #[error("cuMemcpyBatchAsync of {copies} copies failed with error {code}{}", at(*place))]
+    Copies {
+        /// Copies that were to be queued.
+        copies: usize,
+        /// The driver's error.
+        code: u32,
+        /// The copy that failed, as far as the driver knows it.
+        place: Option<usize>,
+    },
+    /// A function of events. All copies that were given before are queued.
+    #[error("{function} failed with error {code}")]
+    Event {
+        /// Its name.
+        function: &'static str,
+        /// The driver's error.
+        code: u32,
+    },
+}
+
+fn at(place: Option<usize>) -> String {
+    place.map_or_else(String::new, |place| format!(" at {place}"))
+}
+
+/// The copies of one stream. Only one thread queues copies on the stream.
+#[derive(Debug)]
+pub struct Batches {
+    functions: DriverFunctions,
+    stream: Stream,
+    /// Events behind batches in flight, the oldest first. The events are never destroyed: streams of copies live as
+    /// long as the process.
+    marks: VecDeque<Event>,
+    /// Events behind nothing.
+    spare: Vec<Event>,
+    /// Copies behind the last mark.
+    unmarked: usize,
+}
+
+// SAFETY: the driver's handles may be used from any thread.
+unsafe impl Send for Batches {}
+
+impl Batches {
+    /// # Safety
+    ///
+    /// `stream` is a stream of the driver whose functions these are, and outlives the value.
+    #[must_use]
+    pub unsafe fn new(functions: DriverFunctions, stream: usize) -> Self {
+        Self {
+            functions,
+            stream: std::ptr::with_exposed_provenance_mut(stream),
+            marks: VecDeque::new(),
+            spare: Vec::new(),
+            unmarked: 0,
+        }
+    }
+
+    /// Queues copies, in their order. Waits for earlier ones while [`IN_FLIGHT`] are in flight.
+    ///
+    /// # Panics
+    ///
+    /// If the arrays differ in length.
+    ///
+    /// # Safety
+    ///
+    /// Until work that is queued on the stream after this call has run, `sizes[i]` bytes at `destinations[i]` and at
+    /// `sources[i]` are memory that the device may write and read. The calling thread has the stream's context.
+    pub unsafe fn queue(
+        &mut self,
+        destinations: &[u64],
+        sources: &[u64],
+        sizes: &[usize],
+        order: SourceOrder,
+    ) -> Result<(), Refused> {
+        assert_eq!(destinations.len(), sizes.len());
+        assert_eq!(sources.len(), sizes.len());
+        let attributes = Attributes {
+            order: order as c_uint,
+            source: [0; 2],
+            destination: [0; 2],
+            flags: PREFER_OVERLAP,
+        };
+        let first_with_attributes = 0_usize;
+        for begin in (0..sizes.len()).step_by(BATCH) {
+            let count = BATCH.min(sizes.len() - begin);
+            self.make_room()?;
+            let mut failed = usize::MAX;
+            // SAFETY: `count` entries of each array, one entry of attributes, which holds from the first copy on, and
+            // by the contract memory that may be copied.
+            let code = unsafe {
+                (self.functions.copy)(
+                    destinations[begin..][..count].as_ptr(),
+                    sources[begin..][..count].as_ptr(),
+                    sizes[begin..][..count].as_ptr(),
+                    count,
+                    &raw const attributes,
+                    &raw const first_with_attributes,
+                    1,
+                    &raw mut failed,
+                    self.stream,
+                )
+            };
+            if code != 0 {
+                let place = (failed < count).then(|| begin + failed);
+                return Err(Refused::Copies {
+                    copies: sizes.len(),
+                    code,
+                    place,
+                });
+            }
+            self.unmarked += count;
+        }
+        Ok(())
+    }
+
+    /// Waits until a batch more is allowed in flight.
+    fn make_room(&mut self) -> Result<(), Refused> {
+        if self.unmarked >= BATCH {
+            let mark = match self.spare.pop() {
+                Some(mark) => mark,
+                None => self.create()?,
+            };
+            // SAFETY: an event of this driver, and by the contract of `new` its stream.
+            event("cuEventRecord", unsafe {
+                (self.functions.record)(mark, self.stream)
+            })?;
+            self.marks.push_back(mark);
+            self.unmarked = 0;
+        }
+        while self.marks.len() >= IN_FLIGHT / BATCH {
+            // SAFETY: an event of this driver.
+            match unsafe { (self.functions.query)(self.marks[0]) } {
+                NOT_READY => std::thread::sleep(PAUSE),
+                code => {
+                    event("cuEventQuery", code)?;
+                    self.spare.extend(self.marks.pop_front());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn create(&self) -> Result<Event, Refused> {
+        let mut made = std::ptr::null_mut();
+        // SAFETY: the place for the event is valid for the call.
+        let code = unsafe { (self.functions.create)(&raw mut made, UNTIMED) };
+        event("cuEventCreate", code)?;
+        Ok(made)
+    }
+}
+
+fn event(function: &'static str, code: u32) -> Result<(), Refused> {
+    match code {
+        0 => Ok(()),
+        code => Err(Refused::Event { function, code }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    const STREAM: usize = 0x5EAD;
+
+    /// A device that runs nothing until it is asked about an event for the second time.
+    #[derive(Default)]
+    struct Device {
+        batches: Vec<usize>,
+        orders: Vec<c_uint>,
+        /// Copies behind each recorded event, by its number.
+        marks: Vec<(usize, usize)>,
+        queued: usize,
+        ended: usize,
+        most_in_flight: usize,
+        made: usize,
+        asked: usize,
+        /// The batch of which the third copy is refused.
+        refuses: Option<usize>,
+        broken: bool,
+    }
+
+    thread_local! {
+        static DEVICE: RefCell<Device> = RefCell::default();
+    }
+
+    fn device<T>(look: impl FnOnce(&mut Device) -> T) -> T {
+        DEVICE.with_borrow_mut(look)
+    }
+
+    unsafe extern "C" fn copy(
+        destinations: *const u64,
+        sources: *const u64,
+        sizes: *const usize,
+        count: usize,
+        attributes: *const Attributes,
+        first: *const usize,
+        attribute_count: usize,
+        failed: *mut usize,
+        stream: Stream,
+    ) -> u32 {
+        assert_eq!(stream.addr(), STREAM);
+        assert_eq!(attribute_count, 1);
+        // SAFETY: one entry, which says where the attributes begin to hold.
+        assert_eq!(unsafe { *first }, 0);
+        // SAFETY: as many entries, as for the driver.
+        let destinations = unsafe { std::slice::from_raw_parts(destinations, count) };
+        // SAFETY: see above.
+        let sources = unsafe { std::slice::from_raw_parts(sources, count) };
+        // SAFETY: see above.
+        let sizes = unsafe { std::slice::from_raw_parts(sizes, count) };
+        for (destination, source) in destinations.iter().zip(sources) {
+            assert_eq!(*destination, source + 1);
+        }
+        assert!(sizes.iter().all(|size| *size == 8));
+        // SAFETY: one entry of attributes.
+        let order = unsafe { (*attributes).order };
+        device(|device| {
+            device.batches.push(count);
+            if device.refuses == Some(device.batches.len()) {
+                // SAFETY: the place for the number of the failed copy.
+                unsafe { *failed = 2 };
+                return 7;
+            }
+            device.orders.push(order);
+            device.queued += count;
+            device.most_in_flight = device.most_in_flight.max(device.queued - device.ended);
+            0
+        })
+    }
+
+    unsafe extern "C" fn create(event: *mut Event, flags: c_uint) -> u32 {
+        assert_eq!(flags, UNTIMED);
+        device(|device| {
+            device.made += 1;
+            // SAFETY: the place for an event.
+            unsafe { *event = std::ptr::without_provenance_mut(device.made) };
+        });
+        0
+    }
+
+    unsafe extern "C" fn record(event: Event, stream: Stream) -> u32 {
+        assert_eq!(stream.addr(), STREAM);
+        device(|device| {
+            let number = event.addr();
+            device.marks.retain(|(known, _)| *known != number);
+            device.marks.push((number, device.queued));
+        });
+        0
+    }
+
+    unsafe extern "C" fn query(event: Event) -> u32 {
+        device(|device| {
+            if device.broken {
+                return 700;
+            }
+            let behind = device
+                .marks
+                .iter()
+                .find(|(known, _)| *known == event.addr());
+            let behind = behind.expect("only recorded events are asked about").1;
+            if device.ended >= behind {
+                return 0;
+            }
+            device.asked += 1;
+            if device.asked.is_multiple_of(2) {
+                device.ended = behind;
+                return 0;
+            }
+            NOT_READY
+        })
+    }
+
+    fn batches() -> Batches {
+        let functions = DriverFunctions {
+            copy,
+            create,
+            record,
+            query,
+        };
+        // SAFETY: the functions take any stream.
+        unsafe { Batches::new(functions, STREAM) }
+    }
+
+    fn queue(batches: &mut Batches, count: usize, order: SourceOrder) -> Result<(), Refused> {
+        let sources: Vec<u64> = (0..count as u64).collect();
+        let destinations: Vec<u64> = sources.iter().map(|source| source + 1).collect();
+        // SAFETY: the device here copies nothing.
+        unsafe { batches.queue(&destinations, &sources, &vec![8; count], order) }
+    }
+
+    #[test]
+    fn thousands_of_copies_are_cut_into_batches_of_which_few_are_in_flight() {
+        let mut batches = batches();
+        queue(&mut batches, 10_000, SourceOrder::Any).unwrap();
+        device(|device| {
+            assert_eq!(device.batches.iter().sum::<usize>(), 10_000);
+            assert_eq!(device.batches.len(), 10_000_usize.div_ceil(BATCH));
+            assert_eq!(device.most_in_flight, IN_FLIGHT);
+            assert!(device.made <= IN_FLIGHT / BATCH, "{} events", device.made);
+            assert!(device.orders.iter().all(|order| *order == 3));
+        });
+    }
+
+    #[test]
+    fn the_copies_of_many_small_calls_are_counted_together() {
+        let mut batches = batches();
+        for _ in 0..1000 {
+            queue(&mut batches, 10, SourceOrder::Stream).unwrap();
+        }
+        device(|device| {
+            assert_eq!(device.queued, 10_000);
+            assert!(
+                device.most_in_flight < IN_FLIGHT + BATCH,
+                "{}",
+                device.most_in_flight
+            );
+            assert!(device.most_in_flight >= IN_FLIGHT);
+            assert!(device.made <= IN_FLIGHT / BATCH, "{} events", device.made);
+            assert_eq!(device.orders[0], 1);
+        });
+    }
+
+    #[test]
+    fn a_refused_copy_is_named() {
+        let mut batches = batches();
+        device(|device| device.refuses = Some(3));
+        let refused = queue(&mut batches, 1000, SourceOrder::Any).unwrap_err();
+        assert_eq!(
+            refused.to_string(),
+            format!(
+                "cuMemcpyBatchAsync of 1000 copies failed with error 7 at {}",
+                2 * BATCH + 2
+            )
+        );
+        assert_eq!(
+            device(|device| device.queued),
+            2 * BATCH,
+            "earlier copies are queued"
+        );
+    }
+
+    #[test]
+    fn a_device_that_has_failed_ends_the_wait() {
+        let mut batches = batches();
+        device(|device| device.broken = true);
+        let refused = queue(&mut batches, 2 * IN_FLIGHT, SourceOrder::Any).unwrap_err();
+        assert_eq!(refused.to_string(), "cuEventQuery failed with error 700");
+    }
+
+    #[test]
+    fn a_null_address_is_no_function() {
+        // SAFETY: nothing is called.
+        assert!(unsafe { DriverFunctions::at(1, 1, 0, 1) }.is_none());
+    }
+}
