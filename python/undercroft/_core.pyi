@@ -492,6 +492,29 @@ class Copier:
         """Wait until every queued job has ended (GIL released)."""
 
 @final
+class BlockPages:
+    """The pages of the blocks of one KV cache group on one rank."""
+
+    def __new__(cls, addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, offsets: np.ndarray) -> BlockPages:
+        """int64 arrays, an entry for each page: address in block 0, bytes from one block to the next, bytes, and offset
+        in the block's shard. Raises ValueError for arrays of different lengths, and for negative numbers.
+        """
+
+    def pieces(self, blocks: np.ndarray, offsets: np.ndarray, chunk: int) -> BlockPieces:
+        """The pieces of blocks whose shards are at these offsets in the arena (int64 arrays), in order.
+
+        Neighbours on both sides are one piece, and no piece lies on both sides of a multiple of ``chunk`` in the arena.
+        Raises ValueError for arrays of different lengths, for negative numbers, and for a chunk of 0 bytes.
+        """
+
+@final
+class BlockPieces:
+    """Runs of bytes to copy between a device and the arena, made by `BlockPages.pieces`."""
+
+    def list(self) -> list[tuple[int, int, int]]:
+        """The pieces: (device address, offset in the arena, bytes)."""
+
+@final
 class CopyBatches:
     """Copies between host and device on one stream of a CUDA device, in batches of 128 of which few are in flight.
 
@@ -505,12 +528,11 @@ class CopyBatches:
         ValueError for a null address.
         """
 
-    def queue(self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, any_order: bool) -> None:
-        """Queue copies, given by int64 arrays of addresses and of sizes in bytes (GIL released). One thread at a time
-        calls it for a stream. ``any_order``: the device may read the sources at once, before earlier work.
+    def queue(self, to_arena: bool, pieces: BlockPieces, arena: int) -> None:
+        """Queue copies, and wait while too many are in flight (GIL released). ``arena``: the arena's address.
 
-        Raises RuntimeError if the driver refuses; earlier copies are then queued. Raises ValueError for arrays of
-        different lengths, and for negative numbers.
+        One thread at a time calls it for a stream. Raises RuntimeError if the driver refuses; earlier copies are then
+        queued.
         """
 
 @final

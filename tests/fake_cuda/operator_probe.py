@@ -10,6 +10,7 @@ import torch
 
 from fake_cuda import Fake
 from undercroft._core import Arena
+from undercroft.device.cuda import run
 from undercroft.device.memcpy import MAX_COPIES, VllmCopy
 
 COPIES, SIZE = 5000, 256
@@ -30,13 +31,13 @@ def main(library: str) -> None:
     host = torch.empty(2 * COPIES * SIZE, dtype=torch.uint8, pin_memory=True)
     host.numpy()[:] = np.random.default_rng(0).integers(0, 256, host.numel(), dtype=np.uint8)
     there = torch.empty(COPIES * SIZE, dtype=torch.uint8, device=device)
-    order = np.random.default_rng(1).permutation(COPIES) * SIZE
-    begin, sizes = np.arange(COPIES) * SIZE, np.full(COPIES, SIZE)
+    order = np.random.default_rng(1).permutation(COPIES)
+    pieces = run(there.data_ptr(), SIZE).pieces(order, np.arange(COPIES) * SIZE, SIZE)
 
     def both_ways() -> None:
         with torch.inference_mode(), torch.cuda.stream(stream):
-            copy(there.data_ptr() + order, host.data_ptr() + begin, sizes, stream.cuda_stream, fixed=False)
-            copy(host.data_ptr() + COPIES * SIZE + begin, there.data_ptr() + order, sizes, stream.cuda_stream, fixed=False)
+            copy(pieces, host.data_ptr(), stream.cuda_stream, to_arena=False)
+            copy(pieces, host.data_ptr() + COPIES * SIZE, stream.cuda_stream, to_arena=True)
 
     counted = fake.during(both_ways)
     stream.synchronize()
@@ -48,7 +49,8 @@ def main(library: str) -> None:
     arena = Arena.create(8192)
     assert int(torch.cuda.cudart().cudaHostRegister(arena.address, 4096, 1)) == 0
     with pytest.raises(RuntimeError), torch.cuda.stream(stream):
-        copy(*(np.array([value]) for value in (there.data_ptr(), arena.address + 4095, 2)), stream.cuda_stream, fixed=False)
+        one = run(there.data_ptr(), 2).pieces(np.array([0]), np.array([4095]), 1 << 30)
+        copy(one, arena.address, stream.cuda_stream, to_arena=False)
     print(schema)
     print("everything was copied")
 

@@ -13,7 +13,7 @@ import torch
 
 from copy_workload import Workload
 from fake_cuda import Fake
-from undercroft._core import Arena
+from undercroft._core import Arena, BlockPieces
 from undercroft.device.api import Job
 from undercroft.device.cuda import STRATEGIES, CudaCopier
 from undercroft.device.cuda_streams import CudaStreams, pin
@@ -42,12 +42,10 @@ class SlowStreams(CudaStreams):
 
     spin = SPIN
 
-    def copy(
-        self, stream: Any, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, **order: bool
-    ) -> None:
+    def copy(self, stream: Any, pieces: BlockPieces, arena: int, *, to_arena: bool) -> None:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(self.spin)
-        super().copy(stream, destinations, sources, sizes, **order)
+        super().copy(stream, pieces, arena, to_arena=to_arena)
 
 
 class Untimed(SlowStreams):

@@ -11,8 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
+
+from undercroft._core import BlockPieces
+from undercroft.device.memcpy import ends
 
 
 class Event:
@@ -37,7 +39,6 @@ class ManualStreams:
         self.model = Queue("model")
         self.queues = [self.model]
         self.now = 0
-        self.keep: list[Any] = []
         self.fault_rate = 0.0
         """How often queueing a batch of copies fails, half of it queued."""
 
@@ -82,17 +83,10 @@ class ManualStreams:
 
         stream.work.append(inferring)
 
-    def copy(
-        self, stream: Queue, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, *, fixed: bool
-    ) -> None:
+    def copy(self, stream: Queue, pieces: BlockPieces, arena: int, *, to_arena: bool) -> None:
         fault = self.random.random() < self.fault_rate
-        pieces = list(zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True))
-        for destination, source, size in pieces[: len(pieces) // 2] if fault else pieces:
-            if fixed and self.random.random() < 0.5:
-                # The device may read fixed sources at once.
-                read = ctypes.create_string_buffer(ctypes.string_at(source, size), size)
-                self.keep.append(read)
-                source = ctypes.addressof(read)
+        copies = list(zip(*(array.tolist() for array in ends(pieces, arena, to_arena=to_arena)), strict=True))
+        for destination, source, size in copies[: len(copies) // 2] if fault else copies:
             half = size // 2
             stream.work.append(lambda d=destination, s=source, n=half: ctypes.memmove(d, s, n))
             stream.work.append(lambda d=destination + half, s=source + half, n=size - half: ctypes.memmove(d, s, n))

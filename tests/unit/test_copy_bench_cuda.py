@@ -6,12 +6,11 @@ import json
 import time
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
 from manual_streams import AtOnceExecutor, Event, ManualStreams, Queue
-from undercroft._core import Arena
+from undercroft._core import Arena, BlockPieces
 from undercroft.cli import main
 from undercroft.device.lane import Lanes
 from undercroft_bench.copy_cuda import GRID, Bench, Case
@@ -37,10 +36,8 @@ class AtOnce(ManualStreams):
         super().run(stream, work)
         self.settle()
 
-    def copy(
-        self, stream: Queue, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, **order: bool
-    ) -> None:
-        super().copy(stream, destinations, sources, sizes, **order)
+    def copy(self, stream: Queue, pieces: BlockPieces, arena: int, *, to_arena: bool) -> None:
+        super().copy(stream, pieces, arena, to_arena=to_arena)
         self.settle()
 
 
@@ -80,12 +77,9 @@ def test_the_copies_are_spread_over_a_cache_of_the_size_that_is_asked_for() -> N
     touched: list[int] = []
 
     class Watched(AtOnce):
-        def copy(
-            self, stream: Queue, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, **order: bool
-        ) -> None:
-            begin = one.arena.address
-            touched.extend(at for at in sources.tolist() if not begin <= at < begin + one.arena.size)
-            super().copy(stream, destinations, sources, sizes, **order)
+        def copy(self, stream: Queue, pieces: BlockPieces, arena: int, *, to_arena: bool) -> None:
+            touched.extend(address for address, _, _ in pieces.list())
+            super().copy(stream, pieces, arena, to_arena=to_arena)
 
     one = bench(Watched(), size)
     one.strategy = "direct"
@@ -99,11 +93,9 @@ def test_every_block_is_copied_once_each_way() -> None:
     copied: list[tuple[str, int]] = []
 
     class Watching(AtOnce):
-        def copy(
-            self, stream: Queue, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, **order: bool
-        ) -> None:
-            copied.append((stream.name, int(sizes.sum())))
-            super().copy(stream, destinations, sources, sizes, **order)
+        def copy(self, stream: Queue, pieces: BlockPieces, arena: int, *, to_arena: bool) -> None:
+            copied.append((stream.name, sum(size for _, _, size in pieces.list())))
+            super().copy(stream, pieces, arena, to_arena=to_arena)
 
     one = bench(Watching())
     one.rounds = 1

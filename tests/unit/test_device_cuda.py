@@ -16,9 +16,9 @@ import torch
 
 from copy_workload import Workload
 from manual_streams import AtOnceExecutor, Event, LaterExecutor, ManualStreams, Queue, RefusingExecutor
-from undercroft._core import Arena
+from undercroft._core import Arena, BlockPieces
 from undercroft.device.api import Ended, Job
-from undercroft.device.cuda import STRATEGIES, CudaCopier, join, split
+from undercroft.device.cuda import STRATEGIES, CudaCopier, runs
 from undercroft.device.lane import Lane, Lanes
 from undercroft.device.layout import SUPPORTED_LAYOUTS, DeviceLayout, GroupCopy, GroupLayout
 from undercroft.device.synthetic import SyntheticCache, synthetic_cache
@@ -436,7 +436,7 @@ def test_each_kind_of_error_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> N
     copier, *_ = make(streams)
     for ticket, error in enumerate(["copies: error 1 at 3", "copies: error 1 at 40", "copies: no memory"]):
 
-        def refuse(*_: Any, error: str = error, **order: bool) -> None:
+        def refuse(*_: Any, error: str = error, **direction: bool) -> None:
             raise RuntimeError(error)
 
         monkeypatch.setattr(streams, "copy", refuse)
@@ -452,11 +452,9 @@ def test_many_pages_make_few_copies() -> None:
             super().__init__(0)
             self.batches: list[list[int]] = []
 
-        def copy(
-            self, stream: Queue, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, **order: bool
-        ) -> None:
-            self.batches.append(sizes.tolist())
-            super().copy(stream, destinations, sources, sizes, **order)
+        def copy(self, stream: Queue, pieces: BlockPieces, arena: int, *, to_arena: bool) -> None:
+            self.batches.append([size for _, _, size in pieces.list()])
+            super().copy(stream, pieces, arena, to_arena=to_arena)
 
     for layout, slots, expected in [
         ("LBHNC", [0, 8192], [[3072, 3072]]),
@@ -469,29 +467,24 @@ def test_many_pages_make_few_copies() -> None:
         assert streams.batches == expected
 
 
-def pieces(*rows: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    addresses, offsets, sizes = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-    return addresses, offsets, sizes
-
-
-def test_pieces_are_joined_and_split() -> None:
-    def rows(arrays: tuple[np.ndarray, ...]) -> list[tuple[int, ...]]:
-        return [tuple(row) for row in np.array(arrays).T.tolist()]
-
-    assert rows(join(*pieces((100, 0, 8), (108, 8, 8), (116, 20, 4), (124, 24, 4)))) == [
-        (100, 0, 16),
-        (116, 20, 4),
-        (124, 24, 4),
-    ]
-    assert rows(join(*pieces((5, 5, 5)))) == [(5, 5, 5)]
-    assert rows(split(*pieces((100, 0, 8), (200, 6, 21), (300, 16, 8)), 8)) == [
-        (100, 0, 8),
-        (200, 6, 2),
-        (202, 8, 8),
-        (210, 16, 8),
-        (218, 24, 3),
-        (300, 16, 8),
-    ]
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([], []),
+        ([0, 0], []),
+        ([3], [(0, 3)]),
+        ([3, 5, 8], [(0, 8)]),
+        ([4, 8, 12, 13], [(0, 8), (8, 13)]),
+        ([1000], [(0, 1000)]),
+        ([3, 5, 100, 101], [(0, 5), (5, 100), (100, 101)]),
+        ([100, 100, 102], [(0, 100), (100, 102)]),
+    ],
+    ids=str,
+)
+def test_small_jobs_share_a_run_and_none_waits_for_a_large_one_behind_it(
+    ends: list[int], expected: list[tuple[int, int]]
+) -> None:
+    assert list(runs(ends, 7)) == expected
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

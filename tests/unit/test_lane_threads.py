@@ -41,8 +41,8 @@ class Ending(ManualStreams):
 
     finished = 0
 
-    def copy(self, *args: Any, **order: bool) -> None:
-        super().copy(*args, **order)
+    def copy(self, *args: Any, **direction: bool) -> None:
+        super().copy(*args, **direction)
         raise SystemExit
 
     def finish(self, stream: Queue) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from engine_checks import Reference
 from real_engine import prompt
-from test_kill_and_restart import FIRST, HIT, TRAFFIC, ask, kill_during_traffic
 from served_client import until
+from test_kill_and_restart import FIRST, HIT, TRAFFIC, ask, kill_during_traffic
 from threshold_http import Client, start_server, wait_until_on_disk
 from tier_engine import extra_config
 

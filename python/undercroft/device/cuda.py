@@ -18,12 +18,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from undercroft._core import Arena
+from undercroft._core import Arena, BlockPages
 from undercroft.device.api import GATHER_BELOW, Ended, Job
 from undercroft.device.copy_stream import CopyStream
 from undercroft.device.gather import Gather
 from undercroft.device.lane import Half, Lane, Lanes
-from undercroft.device.layout import DeviceLayout, GroupCopy, GroupLayout, block_copies, check_blocks
+from undercroft.device.layout import DeviceLayout, GroupCopy, GroupLayout, check_blocks
 from undercroft.device.pinning import chunk_bytes
 
 UNPINNED_GATHER_BELOW = 128 << 10
@@ -84,6 +84,7 @@ class CudaCopier:
             lane: {index: _gather(group, layout, strategy, border) for index, group in layout.groups.items()}
             for lane, border in below.items()
         }
+        self._pages = {index: _pages(group) for index, group in layout.groups.items()}
         self._pinned = {True: CopyStream(lanes.save), False: CopyStream(lanes.load)}
         self._unpinned = CopyStream(lanes.unpinned)
         self._on_close = on_close
@@ -197,41 +198,34 @@ class CudaCopier:
             yield from self._staged(lane, to_arena, blocks, gather, staging)
 
     def _direct(self, lane: Lane, to_arena: bool, blocks: _Blocks) -> Iterator[int]:
-        count = max(1, lane.staging_bytes // blocks.layout.shard_bytes)
-        for begin in range(0, blocks.block_ids.size, count):
-            some = slice(begin, begin + count)
-            pieces = block_copies(blocks.layout, blocks.block_ids[some], blocks.offsets[some], rank=0)
-            self._copy(lane, to_arena, pieces.addresses, pieces.offsets, pieces.sizes)
-            yield begin + count
+        pages = self._pages[blocks.layout.group]
+        for begin, end in runs(blocks.ends, max(1, lane.staging_bytes // blocks.layout.shard_bytes)):
+            self._copy(lane, to_arena, pages, blocks.block_ids[begin:end], blocks.offsets[begin:end])
+            yield end
 
     def _staged(
         self, lane: Lane, to_arena: bool, blocks: _Blocks, gather: Gather, staging: list[Half]
     ) -> Iterator[int]:
         shard, width = blocks.layout.shard_bytes, gather.rows_per_block
-        halves, most = cycle(staging), len(staging[0].shards)
-        sizes = np.full(most, shard, dtype=np.int64)
-        places = np.arange(most, dtype=np.int64) * shard
+        most = len(staging[0].shards)
+        halves = cycle([(half, run(half.shards.data_ptr(), shard)) for half in staging])
+        shards = np.arange(most, dtype=np.int64)
         # The numbers of all rows are uploaded in one copy, unless the job is larger than any prompt.
         for first in range(0, blocks.block_ids.size, lane.row_numbers // width):
             some = blocks.block_ids[first : first + lane.row_numbers // width]
             numbers = lane.upload(gather.rows(some))
             for begin in range(0, some.size, most):
-                count, half = min(most, some.size - begin), next(halves)
+                count, (half, pages) = min(most, some.size - begin), next(halves)
                 move = _moving(gather, to_arena, numbers[begin * width : (begin + count) * width], half.shards[:count])
-                addresses = half.shards.data_ptr() + places[:count]
                 offsets = blocks.offsets[first + begin : first + begin + count]
-                copy = partial(self._copy, lane, to_arena, addresses, offsets, sizes[:count])
+                copy = partial(self._copy, lane, to_arena, pages, shards[:count], offsets)
                 (lane.gathers if to_arena else lane.scatters)(half, move, copy)
                 yield first + begin + count
 
-    def _copy(self, lane: Lane, to_arena: bool, addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> None:
-        if sizes.size == 0:
-            return
-        addresses, offsets, sizes = split(*join(addresses, offsets, sizes), self._pin_chunk)
-        hosts = offsets + self._arena.address
-        destinations, sources = (hosts, addresses) if to_arena else (addresses, hosts)
-        # No one writes a slot that is loaded: its request has a lease until the load has ended.
-        self._streams.copy(lane.handle, destinations, sources, sizes, fixed=not to_arena)
+    def _copy(self, lane: Lane, to_arena: bool, pages: BlockPages, ids: np.ndarray, offsets: np.ndarray) -> None:
+        """``ids`` and ``offsets``: of blocks, int64."""
+        pieces = pages.pieces(ids, offsets, self._pin_chunk)
+        self._streams.copy(lane.handle, pieces, self._arena.address, to_arena=to_arena)
 
 
 def _bytes(blocks: Sequence[_Blocks], jobs: int) -> list[int]:
@@ -252,27 +246,31 @@ def _check_lengths(copy: GroupCopy) -> None:
         )
 
 
-def join(addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Merge pieces that are adjacent both on the device and in the arena."""
-    apart = (addresses[1:] != addresses[:-1] + sizes[:-1]) | (offsets[1:] != offsets[:-1] + sizes[:-1])
-    first = np.concatenate([[0], np.flatnonzero(apart) + 1])
-    if first.size == sizes.size:
-        return addresses, offsets, sizes
-    return addresses[first], offsets[first], np.add.reduceat(sizes, first)
+def runs(ends: Sequence[int], least: int) -> Iterator[tuple[int, int]]:
+    """Cut the blocks of jobs, which end at ``ends``, into runs of whole jobs.
+
+    Small jobs share runs of at least ``least`` blocks, but not with a larger job behind them: they would end with it.
+    """
+    begin = last = 0
+    for end in ends:
+        if end - last > least and last > begin:
+            yield begin, last
+            begin = last
+        if end - begin >= least:
+            yield begin, end
+            begin = end
+        last = end
+    if last > begin:
+        yield begin, last
 
 
-def split(
-    addresses: np.ndarray, offsets: np.ndarray, sizes: np.ndarray, every: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut pieces at the multiples of ``every`` bytes of their offsets."""
-    pieces = (offsets + sizes - 1) // every - offsets // every + 1
-    if (pieces == 1).all():
-        return addresses, offsets, sizes
-    index = np.repeat(np.arange(sizes.size), pieces)
-    nth = np.arange(index.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    begin = np.maximum(offsets[index], (offsets[index] // every + nth) * every)
-    end = np.minimum((offsets + sizes)[index], (offsets[index] // every + nth + 1) * every)
-    return addresses[index] + begin - offsets[index], begin, end - begin
+def _pages(group: GroupLayout) -> BlockPages:
+    return BlockPages(group.addresses, group.strides, group.sizes, group.shard_offsets)
+
+
+def run(address: int, size: int) -> BlockPages:
+    """Blocks of ``size`` bytes, one after the other from ``address`` on."""
+    return BlockPages(*(np.array([value], dtype=np.int64) for value in (address, size, size, 0)))
 
 
 def _moving(gather: Gather, to_arena: bool, rows: torch.Tensor, shards: torch.Tensor) -> Callable[[], None]:

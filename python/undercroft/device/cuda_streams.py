@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
-from undercroft._core import Arena
+from undercroft._core import Arena, BlockPieces
 from undercroft.device import driver
 from undercroft.device.memcpy import BatchedCopy, batched_copy
 from undercroft.device.pinning import ArenaPinner, EnginePages, Turns, Unsupported
@@ -81,18 +80,10 @@ class CudaStreams:
         with torch.inference_mode(), torch.cuda.stream(stream):
             work()
 
-    def copy(
-        self,
-        stream: torch.cuda.Stream,
-        destinations: np.ndarray,
-        sources: np.ndarray,
-        sizes: np.ndarray,
-        *,
-        fixed: bool,
-    ) -> None:
+    def copy(self, stream: torch.cuda.Stream, pieces: BlockPieces, arena: int, *, to_arena: bool) -> None:
         """See `Streams.copy`."""
         with torch.cuda.stream(stream):
-            self._copy(destinations, sources, sizes, stream.cuda_stream, fixed=fixed)
+            self._copy(pieces, arena, stream.cuda_stream, to_arena=to_arena)
 
     def buffer(self, stream: torch.cuda.Stream, size: int) -> torch.Tensor:
         """See `Streams.buffer`."""

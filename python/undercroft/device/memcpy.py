@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from undercroft._core import CopyBatches
+from undercroft._core import BlockPieces, CopyBatches
 from undercroft.device import driver
 
 _INTERFACE = 12080
@@ -32,10 +32,8 @@ class BatchedCopy(Protocol):
 
     name: str
 
-    def __call__(
-        self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, *, fixed: bool
-    ) -> None:
-        """``fixed``: see `undercroft.device.streams.Streams.copy`. Raises RuntimeError if the driver refuses."""
+    def __call__(self, pieces: BlockPieces, arena: int, stream: int, *, to_arena: bool) -> None:
+        """``arena``: the arena's address. Raises RuntimeError if the driver refuses."""
 
 
 class VllmCopy:
@@ -46,18 +44,17 @@ class VllmCopy:
     def __init__(self, operator: Any) -> None:
         self._operator = operator
 
-    def __call__(
-        self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, *, fixed: bool
-    ) -> None:
+    def __call__(self, pieces: BlockPieces, arena: int, stream: int, *, to_arena: bool) -> None:
         """See `BatchedCopy`."""
+        destinations, sources, sizes = ends(pieces, arena, to_arena=to_arena)
         for begin in range(0, sizes.size, MAX_COPIES):
             part = slice(begin, begin + MAX_COPIES)
-            arrays = (torch.from_numpy(np.array(array[part])) for array in (sources, destinations, sizes))
-            self._operator(*arrays, fixed)
+            arrays = (torch.from_numpy(np.ascontiguousarray(array[part])) for array in (sources, destinations, sizes))
+            self._operator(*arrays, False)
 
 
 class DriverBatch:
-    """``cuMemcpyBatchAsync``, called by the core without Python's lock: the model's thread holds it most of the time."""
+    """``cuMemcpyBatchAsync``. The core calls it without Python's lock, which the model's thread needs."""
 
     name = "cuMemcpyBatchAsync"
 
@@ -66,14 +63,12 @@ class DriverBatch:
         self._functions = functions
         self._streams: dict[int, CopyBatches] = {}
 
-    def __call__(
-        self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, *, fixed: bool
-    ) -> None:
+    def __call__(self, pieces: BlockPieces, arena: int, stream: int, *, to_arena: bool) -> None:
         """See `BatchedCopy`."""
         batches = self._streams.get(stream)
         if batches is None:
             batches = self._streams[stream] = CopyBatches(self._functions, stream)
-        batches.queue(destinations, sources, sizes, fixed)
+        batches.queue(to_arena, pieces, arena)
 
 
 class DriverLoop:
@@ -84,13 +79,20 @@ class DriverLoop:
     def __init__(self, function: Any) -> None:
         self._function = function
 
-    def __call__(
-        self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, *, fixed: bool
-    ) -> None:
+    def __call__(self, pieces: BlockPieces, arena: int, stream: int, *, to_arena: bool) -> None:
         """See `BatchedCopy`."""
-        for destination, source, size in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        arrays = ends(pieces, arena, to_arena=to_arena)
+        for destination, source, size in zip(*(array.tolist() for array in arrays), strict=True):
             if code := self._function(destination, source, size, stream):
                 raise RuntimeError(f"cuMemcpyAsync of {size} bytes failed with error {code}")
+
+
+def ends(pieces: BlockPieces, arena: int, *, to_arena: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Addresses of destinations and of sources, and sizes in bytes (int64 each), of copies between a device and an
+    arena at the address ``arena``."""
+    there, offsets, sizes = np.array(pieces.list(), dtype=np.int64).reshape(-1, 3).T
+    here = offsets + arena
+    return (here, there, sizes) if to_arena else (there, here, sizes)
 
 
 def batched_copy() -> BatchedCopy:

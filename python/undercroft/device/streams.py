@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
+
+    from undercroft._core import BlockPieces
 
 
 class Streams(Protocol):
@@ -51,13 +52,10 @@ class Streams(Protocol):
     def run(self, stream: Any, work: Callable[[], None]) -> None:
         """Queue the operations of ``work`` on PyTorch tensors of the device."""
 
-    def copy(
-        self, stream: Any, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, *, fixed: bool
-    ) -> None:
-        """Queue copies of bytes between host and device: parallel int64 arrays of addresses and sizes.
+    def copy(self, stream: Any, pieces: BlockPieces, arena: int, *, to_arena: bool) -> None:
+        """Queue copies between the device and the arena, whose address is ``arena``.
 
-        ``fixed``: the sources do not change until the copies have run, so the device may read them at once, before
-        earlier work of the stream.
+        One thread at a time calls it for a stream. It may wait until earlier copies of the stream have run.
         """
 
     def buffer(self, stream: Any, size: int) -> torch.Tensor:

@@ -5,12 +5,89 @@
     reason = "calls the driver's functions at addresses that Python has found"
 )]
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use undercroft_core::copy::{Batches, DriverFunctions, SourceOrder};
+use undercroft_core::copy::{
+    Batches, BlockPages, BlockPieces, CopyPiece, Direction, DriverFunctions, Page,
+};
+
+/// The pages of the blocks of one KV cache group on one rank.
+#[pyclass(name = "BlockPages", module = "undercroft._core", frozen)]
+#[derive(Debug)]
+pub(crate) struct PyBlockPages(Arc<BlockPages>);
+
+#[pymethods]
+impl PyBlockPages {
+    /// int64 arrays, an entry for each page: address in block 0, bytes from one block to the next, bytes, and offset in
+    /// the block's shard. Raises ValueError for arrays of different lengths, and for negative numbers.
+    #[new]
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "PyO3 makes the buffers from Python's arrays"
+    )]
+    fn new(
+        py: Python<'_>,
+        addresses: PyBuffer<i64>,
+        strides: PyBuffer<i64>,
+        sizes: PyBuffer<i64>,
+        offsets: PyBuffer<i64>,
+    ) -> PyResult<Self> {
+        let [addresses, strides, sizes, offsets] =
+            arrays(py, [&addresses, &strides, &sizes, &offsets])?;
+        let page = |index: usize| Page {
+            address: addresses[index],
+            stride: strides[index],
+            len: sizes[index],
+            offset: offsets[index],
+        };
+        let pages = BlockPages::new((0..addresses.len()).map(page));
+        Ok(Self(Arc::new(pages)))
+    }
+
+    /// The pieces of blocks whose shards are at these offsets in the arena (int64 arrays), in order. Neighbours on
+    /// both sides are one piece, and no piece lies on both sides of a multiple of `chunk` in the arena.
+    ///
+    /// Raises ValueError for arrays of different lengths, for negative numbers, and for a chunk of 0 bytes.
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "PyO3 makes the buffers from Python's arrays"
+    )]
+    fn pieces(
+        &self,
+        py: Python<'_>,
+        blocks: PyBuffer<i64>,
+        offsets: PyBuffer<i64>,
+        chunk: u64,
+    ) -> PyResult<PyBlockPieces> {
+        if chunk == 0 {
+            return Err(PyValueError::new_err("chunk is 0; it must be positive"));
+        }
+        let [blocks, offsets] = arrays(py, [&blocks, &offsets])?;
+        let blocks = blocks.into_iter().zip(offsets).collect();
+        Ok(PyBlockPieces(BlockPieces::new(
+            Arc::clone(&self.0),
+            blocks,
+            chunk,
+        )))
+    }
+}
+
+/// Runs of bytes to copy between a device and the arena.
+#[pyclass(name = "BlockPieces", module = "undercroft._core", frozen)]
+#[derive(Debug)]
+pub(crate) struct PyBlockPieces(BlockPieces);
+
+#[pymethods]
+impl PyBlockPieces {
+    /// The pieces: (device address, offset in the arena, bytes).
+    fn list(&self) -> Vec<(usize, u64, u64)> {
+        let values = |piece: CopyPiece| (piece.address, piece.offset, piece.len);
+        self.0.clone().map(values).collect()
+    }
+}
 
 /// The batches of copies of one stream. A thread that queues copies here does not need the interpreter's lock, which
 /// the model's thread holds most of the time.
@@ -39,49 +116,45 @@ impl PyCopyBatches {
         })
     }
 
-    /// Queue copies, given by parallel int64 arrays of addresses and sizes in bytes, and wait while too many are in
-    /// flight. `any_order`: the device may read the sources at once. Raises RuntimeError when the driver refuses.
-    #[expect(
-        clippy::needless_pass_by_value,
-        reason = "PyO3 makes the buffers from Python's arrays"
-    )]
+    /// Queue copies, and wait while too many are in flight. `arena`: the arena's address. Raises RuntimeError when the
+    /// driver refuses.
     fn queue(
         &self,
         py: Python<'_>,
-        destinations: PyBuffer<i64>,
-        sources: PyBuffer<i64>,
-        sizes: PyBuffer<i64>,
-        any_order: bool,
+        to_arena: bool,
+        pieces: &PyBlockPieces,
+        arena: u64,
     ) -> PyResult<()> {
-        let destinations = numbers(py, &destinations)?;
-        let sources = numbers(py, &sources)?;
-        let sizes = numbers(py, &sizes)?;
-        if destinations.len() != sizes.len() || sources.len() != sizes.len() {
-            let lengths = (destinations.len(), sources.len(), sizes.len());
-            return Err(PyValueError::new_err(format!(
-                "destinations, sources and sizes have {lengths:?} entries; they must be as long as each other"
-            )));
-        }
-        let sizes: Vec<usize> = sizes.into_iter().map(|size| size as usize).collect();
-        let order = if any_order {
-            SourceOrder::Any
+        let direction = if to_arena {
+            Direction::Save
         } else {
-            SourceOrder::Stream
+            Direction::Load
         };
+        let pieces = pieces.0.clone();
         py.detach(|| {
             let mut batches = self.batches.lock().unwrap_or_else(PoisonError::into_inner);
-            // SAFETY: `undercroft.device.cuda` checks the blocks and slots that it computes addresses from, keeps both
-            // sides until the copies have ended, and its lanes' threads have selected the device.
-            unsafe { batches.queue(&destinations, &sources, &sizes, order) }
+            // SAFETY: `undercroft.device.cuda` checks the blocks and slots of the pieces, and keeps both sides until
+            // the copies have ended. Its lanes' threads have selected the device.
+            unsafe { batches.queue(direction, pieces, arena) }
         })
         .map_err(|refused| PyRuntimeError::new_err(refused.to_string()))
     }
 }
 
-fn numbers(py: Python<'_>, array: &PyBuffer<i64>) -> PyResult<Vec<u64>> {
-    let negative = || PyValueError::new_err("an address or a size is negative");
-    let numbers = array.to_vec(py)?.into_iter();
-    numbers
-        .map(|number| u64::try_from(number).map_err(|_| negative()))
-        .collect()
+/// Arrays of one length.
+fn arrays<const N: usize>(py: Python<'_>, buffers: [&PyBuffer<i64>; N]) -> PyResult<[Vec<u64>; N]> {
+    let lengths = buffers.map(|buffer| buffer.item_count());
+    if lengths != [lengths[0]; N] {
+        return Err(PyValueError::new_err(format!(
+            "the arrays have {lengths:?} entries; they must be as long as each other"
+        )));
+    }
+    let mut arrays = [const { Vec::new() }; N];
+    for (array, buffer) in arrays.iter_mut().zip(buffers) {
+        let numbers = buffer.to_vec(py)?.into_iter().map(u64::try_from);
+        *array = numbers
+            .collect::<Result<_, _>>()
+            .map_err(|_| PyValueError::new_err("a number is negative"))?;
+    }
+    Ok(arrays)
 }

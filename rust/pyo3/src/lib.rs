@@ -25,7 +25,7 @@ mod _core {
     #[pymodule_export]
     use crate::arena::PyArena;
     #[pymodule_export]
-    use crate::batches::PyCopyBatches;
+    use crate::batches::{PyBlockPages, PyBlockPieces, PyCopyBatches};
     #[pymodule_export]
     use crate::copier::PyCopier;
     #[pymodule_export]

@@ -15,6 +15,8 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::ptr::NonNull;
 use std::time::Duration;
 
+use super::{CopyPiece, Direction};
+
 /// Copies of one call.
 pub const BATCH: usize = 128;
 /// Most copies in flight, a multiple of a batch. With fewer the bus waits for the next call.
@@ -25,8 +27,18 @@ const PAUSE: Duration = Duration::from_micros(20);
 const NOT_READY: u32 = 600;
 /// `CU_EVENT_DISABLE_TIMING`.
 const UNTIMED: c_uint = 2;
-/// `CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE`, a hint.
-const PREFER_OVERLAP: c_uint = 1;
+
+/// How the copies run: each reads its source when the stream reaches it (`CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`), and
+/// beside kernels if possible (`CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE`). Sources of loads may be read in any order;
+/// that is not faster, and slower where many copies wait.
+static ATTRIBUTES: Attributes = Attributes {
+    order: 1,
+    source: [0; 2],
+    destination: [0; 2],
+    flags: 1,
+};
+/// From which copy of a batch on the attributes hold.
+static FIRST_COPY: usize = 0;
 
 type Event = *mut c_void;
 type Stream = *mut c_void;
@@ -53,16 +65,6 @@ struct Attributes {
     source: [c_int; 2],
     destination: [c_int; 2],
     flags: c_uint,
-}
-
-/// When a copy may read its source: `CUmemcpySrcAccessOrder`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
-pub enum SourceOrder {
-    /// When the stream reaches the copy.
-    Stream = 1,
-    /// As soon as it is queued.
-    Any = 3,
 }
 
 /// Functions of the CUDA driver, 12.8 or newer.
@@ -112,10 +114,8 @@ unsafe fn function<F: Copy>(address: usize) -> Option<F> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// A batch. Earlier copies are queued.
-    #[error("cuMemcpyBatchAsync of {copies} copies failed with error {code}{}", at(*place))]
+    #[error("cuMemcpyBatchAsync failed with error {code}{}", at(*place))]
     Copies {
-        /// Copies that were to be queued.
-        copies: usize,
         /// The driver's error.
         code: u32,
         /// The copy that failed, as far as the driver knows it.
@@ -132,7 +132,7 @@ pub enum Refused {
 }
 
 fn at(place: Option<usize>) -> String {
-    place.map_or_else(String::new, |place| format!(" at {place}"))
+    place.map_or_else(String::new, |place| format!(" at copy {place}"))
 }
 
 /// The copies of one stream. Only one thread queues copies on the stream.
@@ -167,62 +167,63 @@ impl Batches {
         }
     }
 
-    /// Queues copies, in their order. Waits for earlier ones while [`IN_FLIGHT`] are in flight.
-    ///
-    /// # Panics
-    ///
-    /// If the arrays differ in length.
+    /// Queues copies, in their order. Waits for earlier ones while [`IN_FLIGHT`] are in flight. `arena`: the arena's
+    /// address.
     ///
     /// # Safety
     ///
-    /// Until work that is queued on the stream after this call has run, `sizes[i]` bytes at `destinations[i]` and at
-    /// `sources[i]` are memory that the device may write and read. The calling thread has the stream's context.
+    /// Until work that is queued on the stream after this call has run, both sides of each piece are memory that the
+    /// device may read or write, by the direction. The calling thread has the stream's context.
     pub unsafe fn queue(
         &mut self,
-        destinations: &[u64],
-        sources: &[u64],
-        sizes: &[usize],
-        order: SourceOrder,
+        direction: Direction,
+        pieces: impl IntoIterator<Item = CopyPiece>,
+        arena: u64,
     ) -> Result<(), Refused> {
-        assert_eq!(destinations.len(), sizes.len());
-        assert_eq!(sources.len(), sizes.len());
-        let attributes = Attributes {
-            order: order as c_uint,
-            source: [0; 2],
-            destination: [0; 2],
-            flags: PREFER_OVERLAP,
-        };
-        let first_with_attributes = 0_usize;
-        for begin in (0..sizes.len()).step_by(BATCH) {
-            let count = BATCH.min(sizes.len() - begin);
+        let mut pieces = pieces.into_iter();
+        let (mut devices, mut hosts) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
+        let mut sizes = Vec::with_capacity(BATCH);
+        let mut queued = 0;
+        loop {
+            devices.clear();
+            hosts.clear();
+            sizes.clear();
+            for piece in pieces.by_ref().take(BATCH) {
+                devices.push(piece.address as u64);
+                hosts.push(arena + piece.offset);
+                sizes.push(piece.len as usize);
+            }
+            if sizes.is_empty() {
+                return Ok(());
+            }
             self.make_room()?;
+            let (destinations, sources) = match direction {
+                Direction::Save => (&hosts, &devices),
+                Direction::Load => (&devices, &hosts),
+            };
             let mut failed = usize::MAX;
-            // SAFETY: `count` entries of each array, one entry of attributes, which holds from the first copy on, and
+            // SAFETY: as many entries of each array, one entry of attributes, which holds from the first copy on, and
             // by the contract memory that may be copied.
             let code = unsafe {
                 (self.functions.copy)(
-                    destinations[begin..][..count].as_ptr(),
-                    sources[begin..][..count].as_ptr(),
-                    sizes[begin..][..count].as_ptr(),
-                    count,
-                    &raw const attributes,
-                    &raw const first_with_attributes,
+                    destinations.as_ptr(),
+                    sources.as_ptr(),
+                    sizes.as_ptr(),
+                    sizes.len(),
+                    &raw const ATTRIBUTES,
+                    &raw const FIRST_COPY,
                     1,
                     &raw mut failed,
                     self.stream,
                 )
             };
             if code != 0 {
-                let place = (failed < count).then(|| begin + failed);
-                return Err(Refused::Copies {
-                    copies: sizes.len(),
-                    code,
-                    place,
-                });
+                let place = (failed < sizes.len()).then(|| queued + failed);
+                return Err(Refused::Copies { code, place });
             }
-            self.unmarked += count;
+            queued += sizes.len();
+            self.unmarked += sizes.len();
         }
-        Ok(())
     }
 
     /// Waits until a batch more is allowed in flight.
@@ -275,6 +276,7 @@ mod tests {
     use super::*;
 
     const STREAM: usize = 0x5EAD;
+    const ARENA: u64 = 1 << 40;
 
     /// A device that runs nothing until it is asked about an event for the second time.
     #[derive(Default)]
@@ -291,6 +293,8 @@ mod tests {
         /// The batch of which the third copy is refused.
         refuses: Option<usize>,
         broken: bool,
+        /// Whether the sources are the device's.
+        saves: bool,
     }
 
     thread_local! {
@@ -322,10 +326,15 @@ mod tests {
         let sources = unsafe { std::slice::from_raw_parts(sources, count) };
         // SAFETY: see above.
         let sizes = unsafe { std::slice::from_raw_parts(sizes, count) };
-        for (destination, source) in destinations.iter().zip(sources) {
-            assert_eq!(*destination, source + 1);
+        let (devices, hosts) = if device(|device| device.saves) {
+            (sources, destinations)
+        } else {
+            (destinations, sources)
+        };
+        for (index, host) in hosts.iter().enumerate() {
+            assert_eq!(host - ARENA, devices[index] * 100);
+            assert_eq!(sizes[index] as u64, 1 + devices[index] % 7);
         }
-        assert!(sizes.iter().all(|size| *size == 8));
         // SAFETY: one entry of attributes.
         let order = unsafe { (*attributes).order };
         device(|device| {
@@ -395,23 +404,27 @@ mod tests {
         unsafe { Batches::new(functions, STREAM) }
     }
 
-    fn queue(batches: &mut Batches, count: usize, order: SourceOrder) -> Result<(), Refused> {
-        let sources: Vec<u64> = (0..count as u64).collect();
-        let destinations: Vec<u64> = sources.iter().map(|source| source + 1).collect();
+    fn queue(batches: &mut Batches, count: usize, direction: Direction) -> Result<(), Refused> {
+        device(|device| device.saves = direction == Direction::Save);
+        let pieces = (0..count).map(|number| CopyPiece {
+            address: number,
+            offset: number as u64 * 100,
+            len: 1 + number as u64 % 7,
+        });
         // SAFETY: the device here copies nothing.
-        unsafe { batches.queue(&destinations, &sources, &vec![8; count], order) }
+        unsafe { batches.queue(direction, pieces, ARENA) }
     }
 
     #[test]
     fn thousands_of_copies_are_cut_into_batches_of_which_few_are_in_flight() {
         let mut batches = batches();
-        queue(&mut batches, 10_000, SourceOrder::Any).unwrap();
+        queue(&mut batches, 10_000, Direction::Load).unwrap();
         device(|device| {
             assert_eq!(device.batches.iter().sum::<usize>(), 10_000);
             assert_eq!(device.batches.len(), 10_000_usize.div_ceil(BATCH));
             assert_eq!(device.most_in_flight, IN_FLIGHT);
             assert!(device.made <= IN_FLIGHT / BATCH, "{} events", device.made);
-            assert!(device.orders.iter().all(|order| *order == 3));
+            assert!(device.orders.iter().all(|order| *order == 1));
         });
     }
 
@@ -419,7 +432,7 @@ mod tests {
     fn the_copies_of_many_small_calls_are_counted_together() {
         let mut batches = batches();
         for _ in 0..1000 {
-            queue(&mut batches, 10, SourceOrder::Stream).unwrap();
+            queue(&mut batches, 10, Direction::Save).unwrap();
         }
         device(|device| {
             assert_eq!(device.queued, 10_000);
@@ -430,7 +443,6 @@ mod tests {
             );
             assert!(device.most_in_flight >= IN_FLIGHT);
             assert!(device.made <= IN_FLIGHT / BATCH, "{} events", device.made);
-            assert_eq!(device.orders[0], 1);
         });
     }
 
@@ -438,11 +450,11 @@ mod tests {
     fn a_refused_copy_is_named() {
         let mut batches = batches();
         device(|device| device.refuses = Some(3));
-        let refused = queue(&mut batches, 1000, SourceOrder::Any).unwrap_err();
+        let refused = queue(&mut batches, 1000, Direction::Load).unwrap_err();
         assert_eq!(
             refused.to_string(),
             format!(
-                "cuMemcpyBatchAsync of 1000 copies failed with error 7 at {}",
+                "cuMemcpyBatchAsync failed with error 7 at copy {}",
                 2 * BATCH + 2
             )
         );
@@ -457,7 +469,7 @@ mod tests {
     fn a_device_that_has_failed_ends_the_wait() {
         let mut batches = batches();
         device(|device| device.broken = true);
-        let refused = queue(&mut batches, 2 * IN_FLIGHT, SourceOrder::Any).unwrap_err();
+        let refused = queue(&mut batches, 2 * IN_FLIGHT, Direction::Load).unwrap_err();
         assert_eq!(refused.to_string(), "cuEventQuery failed with error 700");
     }
 

@@ -301,7 +301,7 @@ impl Drop for Copier {
 }
 
 impl CopyPiece {
-    fn goes_on_with(&self, next: &Self) -> bool {
+    pub(super) fn goes_on_with(&self, next: &Self) -> bool {
         self.address.wrapping_add(self.len as usize) == next.address
             && self.offset + self.len == next.offset
     }

@@ -3,9 +3,11 @@
 mod batches;
 mod copier;
 mod nontemporal;
+mod pieces;
 mod routine;
 
-pub use batches::{BATCH, Batches, DriverFunctions, IN_FLIGHT, Refused, SourceOrder};
+pub use batches::{BATCH, Batches, DriverFunctions, IN_FLIGHT, Refused};
 pub use copier::{Copier, CopyPiece, Direction, Ended};
 pub use nontemporal::write_once;
+pub use pieces::{BlockPages, BlockPieces, Page};
 pub use routine::Routine;
