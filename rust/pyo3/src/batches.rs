@@ -11,7 +11,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use undercroft_core::copy::{
-    Batches, BlockPages, BlockPieces, CopyPiece, Direction, DriverFunctions, Page,
+    Batches, BlockPage, BlockPages, BlockPieces, CopyPiece, Direction, DriverFunctions,
 };
 
 /// The pages of the blocks of one KV cache group on one rank.
@@ -37,7 +37,7 @@ impl PyBlockPages {
     ) -> PyResult<Self> {
         let [addresses, strides, sizes, offsets] =
             arrays(py, [&addresses, &strides, &sizes, &offsets])?;
-        let page = |index: usize| Page {
+        let page = |index: usize| BlockPage {
             address: addresses[index],
             stride: strides[index],
             len: sizes[index],

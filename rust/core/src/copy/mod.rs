@@ -9,5 +9,5 @@ mod routine;
 pub use batches::{BATCH, Batches, DriverFunctions, IN_FLIGHT, Refused};
 pub use copier::{Copier, CopyPiece, Direction, Ended};
 pub use nontemporal::write_once;
-pub use pieces::{BlockPages, BlockPieces, Page};
+pub use pieces::{BlockPage, BlockPages, BlockPieces};
 pub use routine::Routine;

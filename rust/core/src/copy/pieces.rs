@@ -7,12 +7,12 @@ use super::CopyPiece;
 /// The pages of the blocks of one KV cache group on one rank.
 #[derive(Debug)]
 pub struct BlockPages {
-    pages: Box<[Page]>,
+    pages: Box<[BlockPage]>,
 }
 
 /// One layer's page, or neighbouring ones.
 #[derive(Clone, Copy, Debug)]
-pub struct Page {
+pub struct BlockPage {
     /// Address in block 0.
     pub address: u64,
     /// Bytes from one block to the next.
@@ -26,7 +26,7 @@ pub struct Page {
 impl BlockPages {
     /// In the order of the copies.
     #[must_use]
-    pub fn new(pages: impl IntoIterator<Item = Page>) -> Self {
+    pub fn new(pages: impl IntoIterator<Item = BlockPage>) -> Self {
         Self {
             pages: pages.into_iter().collect(),
         }
@@ -118,15 +118,15 @@ impl Iterator for BlockPieces {
 mod tests {
     use super::*;
 
-    fn pieces(pages: &[Page], blocks: &[(u64, u64)], chunk: u64) -> Vec<(usize, u64, u64)> {
+    fn pieces(pages: &[BlockPage], blocks: &[(u64, u64)], chunk: u64) -> Vec<(usize, u64, u64)> {
         let pages = Arc::new(BlockPages::new(pages.iter().copied()));
         BlockPieces::new(pages, blocks.into(), chunk)
             .map(|piece| (piece.address, piece.offset, piece.len))
             .collect()
     }
 
-    fn page(address: u64, stride: u64, len: u64, offset: u64) -> Page {
-        Page {
+    fn page(address: u64, stride: u64, len: u64, offset: u64) -> BlockPage {
+        BlockPage {
             address,
             stride,
             len,
