@@ -104,7 +104,11 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/gpu.md", "common measure of {} bytes", lambda: gather.SMALLEST_ROW),
     ("docs/gpu.md", "for at most {} copies at once", lambda: constant("BATCH", "copy/batches")),
     ("docs/gpu.md", "with at most {} copies of a lane in flight", lambda: constant("IN_FLIGHT", "copy/batches")),
-    ("docs/gpu.md", "({} or newer), otherwise", lambda: f"{memcpy._INTERFACE // 1000}.{memcpy._INTERFACE % 1000 // 10}"),
+    (
+        "docs/gpu.md",
+        "({} or newer), otherwise",
+        lambda: f"{memcpy._INTERFACE // 1000}.{memcpy._INTERFACE % 1000 // 10}",
+    ),
     ("docs/gpu.md", "a staging buffer of {} MiB for each direction", lambda: lane.STAGING_BYTES >> 20),
     ("docs/gpu.md", "{} MiB for memory that is not pinned", lambda: lane.UNPINNED_STAGING_BYTES >> 20),
     ("docs/gpu.md", "{} MiB of row numbers", lambda: lane.ROW_NUMBERS * 8 >> 20),
