@@ -176,6 +176,22 @@ def _copy(one: Copying, to_arena: bool, ids: np.ndarray, slots: np.ndarray) -> f
     return time.perf_counter() - begin
 
 
+def beside_python(rig: Rig) -> list[Row]:
+    """Copies beside a thread that runs Python without a pause, as a busy scheduler does: it keeps Python's lock."""
+    rows = []
+    for way, page, one, [[ids, slots]] in _caches(rig, (8 << 10, 64 << 10), rig.pick(512 << 20, 1 << 20)):
+        for to_arena, word in ((True, "saves"), (False, "loads")):
+            name = f"{page >> 10} KiB, {way}, {word}"
+            rig.say(f"beside Python: {name}")
+            alone = min(_copy(one, to_arena, ids, slots) for _ in rig.rounds(3, 1))
+            begin = time.perf_counter()
+            one.submit(to_arena, [(ids, slots)])
+            while not one.copier.poll():
+                pass
+            rows.append(Row(f"{name}: speed over that alone", round(alone / (time.perf_counter() - begin), 3)))
+    return rows
+
+
 def batches(rig: Rig) -> list[Row]:
     """Thousands of batches of direct copies, loads and saves in turn, and the launches beside them."""
     many = rig.pick(BATCH, 64)

@@ -80,6 +80,7 @@ def check(kind: str, small: bool, target: Path) -> int:
         ("bytes in a large cache", borders.far),
         ("speed", speed.check),
         ("copies beside a prefill", borders.beside_prefill),
+        ("copies beside Python", borders.beside_python),
         ("many batches", borders.batches),
         ("border of gathering", borders.sweep),
         ("decode beside copies", interference.decode),
