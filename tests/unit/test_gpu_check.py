@@ -85,7 +85,7 @@ def test_all_parts_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run.main(["--device", "cpu", "--small", "--json", str(target)]) == 0
     result = json.loads(target.read_text())
     assert (result["wrong"], result["errors"]) == ([], [])
-    assert len(result["sections"]) == 11
+    assert len(result["sections"]) == 12
     assert result["complete"] is True
     assert all(section["rows"] for section in result["sections"]), "a part found nothing"
     out, err = capsys.readouterr()
