@@ -10,7 +10,7 @@ import torch
 
 from fake_cuda import Fake
 from undercroft._core import Arena
-from undercroft.device.cuda import run
+from undercroft.device.cuda import side_by_side
 from undercroft.device.memcpy import MAX_COPIES, VllmCopy
 
 COPIES, SIZE = 5000, 256
@@ -32,7 +32,7 @@ def main(library: str) -> None:
     host.numpy()[:] = np.random.default_rng(0).integers(0, 256, host.numel(), dtype=np.uint8)
     there = torch.empty(COPIES * SIZE, dtype=torch.uint8, device=device)
     order = np.random.default_rng(1).permutation(COPIES)
-    pieces = run(there.data_ptr(), SIZE).pieces(order, np.arange(COPIES) * SIZE, SIZE)
+    pieces = side_by_side(there.data_ptr(), SIZE).pieces(order, np.arange(COPIES) * SIZE, SIZE)
 
     def both_ways() -> None:
         with torch.inference_mode(), torch.cuda.stream(stream):
@@ -49,7 +49,7 @@ def main(library: str) -> None:
     arena = Arena.create(8192)
     assert int(torch.cuda.cudart().cudaHostRegister(arena.address, 4096, 1)) == 0
     with pytest.raises(RuntimeError), torch.cuda.stream(stream):
-        one = run(there.data_ptr(), 2).pieces(np.array([0]), np.array([4095]), 1 << 30)
+        one = side_by_side(there.data_ptr(), 2).pieces(np.array([0]), np.array([4095]), 1 << 30)
         copy(one, arena.address, stream.cuda_stream, to_arena=False)
     print(schema)
     print("everything was copied")

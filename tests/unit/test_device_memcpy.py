@@ -12,7 +12,7 @@ import torch
 
 from undercroft._core import BlockPages
 from undercroft.device import memcpy
-from undercroft.device.cuda import run
+from undercroft.device.cuda import side_by_side
 from undercroft.device.memcpy import BatchedCopy, DriverBatch, DriverLoop, VllmCopy, batched_copy, driver_copy
 
 STREAM = 0x5EAD
@@ -123,7 +123,7 @@ def check(copy: BatchedCopy) -> None:
 
 def copy_each_byte(copy: BatchedCopy, count: int) -> None:
     target, source = np.zeros(count, dtype=np.uint8), np.arange(count, dtype=np.uint8)
-    pieces = run(target.ctypes.data, count).pieces(np.array([0]), np.array([0]), 1)
+    pieces = side_by_side(target.ctypes.data, count).pieces(np.array([0]), np.array([0]), 1)
     copy(pieces, source.ctypes.data, STREAM, to_arena=False)
     assert (target == source).all()
 

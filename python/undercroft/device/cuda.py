@@ -1,7 +1,7 @@
 """Copies between a CUDA device and the arena, in the background of the model's own work.
 
 The model runner's thread records one event and passes the jobs of a step to a lane's thread, which queues all copies.
-For each chunk of large pages it queues one batch of direct copies between pages and slots. For each chunk of small
+Large pages are copied directly between pages and slots, those of a whole job in one call. For each chunk of small
 pages it queues one kernel that gathers or scatters the pages, and one batch of copies of whole shards, which run while
 the kernel of the next chunk runs. Jobs on memory that is not pinned have a lane of their own, since the driver blocks
 the thread that queues such copies.
@@ -208,7 +208,7 @@ class CudaCopier:
     ) -> Iterator[int]:
         shard, width = blocks.layout.shard_bytes, gather.rows_per_block
         most = len(staging[0].shards)
-        halves = cycle([(half, run(half.shards.data_ptr(), shard)) for half in staging])
+        halves = cycle([(half, side_by_side(half.shards.data_ptr(), shard)) for half in staging])
         shards = np.arange(most, dtype=np.int64)
         # The numbers of all rows are uploaded in one copy, unless the job is larger than any prompt.
         for first in range(0, blocks.block_ids.size, lane.row_numbers // width):
@@ -268,7 +268,7 @@ def _pages(group: GroupLayout) -> BlockPages:
     return BlockPages(group.addresses, group.strides, group.sizes, group.shard_offsets)
 
 
-def run(address: int, size: int) -> BlockPages:
+def side_by_side(address: int, size: int) -> BlockPages:
     """Blocks of ``size`` bytes, one after the other from ``address`` on."""
     return BlockPages(*(np.array([value], dtype=np.int64) for value in (address, size, size, 0)))
 
