@@ -324,6 +324,21 @@ fn segments_that_are_evicted_before_their_turn_are_dropped_and_counted() {
 }
 
 #[test]
+fn segments_that_are_being_written_count_as_not_written() {
+    let mut objects = Objects::default();
+    let mut random = Random(7);
+    let (mut writer, session) = host(config(256, 8));
+    writer.save((session, "w"), &chain(&[(1, 64)]), MODEL);
+    for _ in 0..1000 {
+        writer.run(1, &mut objects, &mut random);
+        let written = writer.engine.counters().remote_puts;
+        let gauges = writer.engine.gauges();
+        assert_eq!(gauges.remote_put_queue_segments + written, 8);
+    }
+    assert_eq!(objects.puts, 8);
+}
+
+#[test]
 fn what_the_store_has_is_not_written_again() {
     let hashes = chain(&[(1, 64)]);
     let config = config(256, 8);

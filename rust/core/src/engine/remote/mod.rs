@@ -416,7 +416,7 @@ impl Remote {
         gauges.remote_breaker_open = u64::from(!self.breaker.is_closed());
         gauges.remote_window_bytes = self.get_window.bytes();
         gauges.remote_get_bytes_in_flight = self.get_window.in_flight();
-        gauges.remote_put_queue_segments = self.puts.len() as u64;
+        gauges.remote_put_queue_segments = self.unwritten();
     }
 }
 
