@@ -56,7 +56,7 @@ DISK = (
     "rust/core/src/engine/writeback",
     "rust/core/src/engine/promotions",
     "rust/core/src/engine/checksums.rs",
-    "rust/core/src/engine/io.rs",
+    "rust/core/src/engine/verbs/io.rs",
     "rust/core/src/checksum.rs",
     "rust/core/src/driver.rs",
 )

@@ -9,7 +9,7 @@ import pytest
 
 ENGINE = Path(__file__).resolve().parents[2] / "rust/core/src/engine"
 
-# Rooms hold parts of the engine; the other files are the engine's own verbs, which put the rooms together.
+# Rooms hold parts of the engine; `verbs` puts them together, and the other files are small rooms.
 ROOMS = ("fetch", "namespaces", "pins", "planner", "promotions", "remote", "residency", "writeback")
 SHARED = {
     "Residency": "the state of all payloads, which every room reads and changes",
@@ -69,6 +69,26 @@ def wrong(files: dict[Path, str]) -> list[str]:
 
 def test_a_room_changes_only_itself_and_what_all_rooms_share() -> None:
     assert wrong(sources()) == []
+
+
+def strangers(files: dict[Path, str]) -> list[str]:
+    """Files outside `verbs` that name the engine or one of its verbs' files."""
+    inside = {path for path in files if path.relative_to(ENGINE).parts[0] == "verbs"}
+    assert len(inside) > 10, "the verbs were not found"
+    door = ENGINE / "mod.rs"
+    named = re.compile(r"\bEngine\b|\bverbs::")
+    return [str(path.relative_to(ENGINE)) for path in files.keys() - inside - {door} if named.search(files[path])]
+
+
+def test_only_verbs_know_the_engine() -> None:
+    assert strangers(sources()) == []
+
+
+def test_the_check_sees_a_room_that_knows_the_engine() -> None:
+    files = sources()
+    path = next(iter(path for path in files if room_of(path) == "planner"))
+    files[path] += "\nuse super::super::verbs::Engine;\n"
+    assert strangers(files) == [str(path.relative_to(ENGINE))]
 
 
 def test_each_exception_is_needed() -> None:

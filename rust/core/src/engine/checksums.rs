@@ -9,12 +9,11 @@ use std::collections::VecDeque;
 use rustc_hash::FxHashSet;
 
 use crate::forest::{DiskState, HostState, NodeId};
-use crate::io::{ChecksumRequest, IoFault};
+use crate::io::ChecksumRequest;
 use crate::metrics::Counters;
 use crate::slots::slot_offset;
 use crate::work;
 
-use super::coordinator::Engine;
 use super::operations::Operations;
 use super::residency::Residency;
 
@@ -33,7 +32,7 @@ pub(super) struct Checksums {
     saved: VecDeque<(NodeId, u32, u8)>,
     in_flight: FxHashSet<(NodeId, u8)>,
     /// Checksums that were started, and not passed to the driver yet.
-    started: Vec<ChecksumRequest>,
+    pub(super) started: Vec<ChecksumRequest>,
 }
 
 impl Checksums {
@@ -79,7 +78,7 @@ impl Checksums {
 
     /// Starts the checksums of saved payloads that no other operation has computed meanwhile: of `bytes`, or of the
     /// payload that exceeds them.
-    fn start_saved(
+    pub(super) fn start_saved(
         &mut self,
         looked_at: usize,
         bytes: u64,
@@ -109,7 +108,7 @@ impl Checksums {
         }
     }
 
-    fn end(&mut self, node: NodeId, group: u8) {
+    pub(super) fn end(&mut self, node: NodeId, group: u8) {
         let was_in_flight = self.in_flight.remove(&(node, group));
         assert!(
             was_in_flight,
@@ -130,38 +129,5 @@ pub(super) fn drop_changed(node: NodeId, residency: &mut Residency, counters: &m
     if !residency.node(node).is_detached() {
         counters.host_checksum_failures += 1;
         residency.remove_subtree(node);
-    }
-}
-
-impl Engine {
-    /// Moves the checksums to compute now to `out`. At most `looked_at` of the payloads that were saved are looked at.
-    /// `bytes`: as much as the caller computes before the next turn.
-    pub(super) fn next_checksums(
-        &mut self,
-        looked_at: usize,
-        bytes: u32,
-        out: &mut Vec<ChecksumRequest>,
-    ) {
-        let (residency, operations) = (&mut self.residency, &mut self.operations);
-        self.checksums
-            .start_saved(looked_at, u64::from(bytes), residency, operations);
-        out.append(&mut self.checksums.started);
-    }
-
-    /// Whether the engine compares checksums of saved payloads at all.
-    pub(super) fn needs_checksums(&self) -> bool {
-        self.config.verify_host || !self.residency.disks().is_empty() || self.remote.is_some()
-    }
-
-    /// Takes the checksum that was computed of a payload in the arena.
-    pub(super) fn checksum_ended(&mut self, node: NodeId, group: u8, result: Result<u64, IoFault>) {
-        self.checksums.end(node, group);
-        let is_same = result.is_ok_and(|found| self.residency.is_unchanged(node, group, found));
-        if !is_same && result.is_ok() {
-            drop_changed(node, &mut self.residency, &mut self.counters);
-        }
-        self.residency.unpin(node);
-        let (promotions, mut parts) = self.promotions();
-        promotions.read_ended(node, group, is_same, &mut parts);
     }
 }

@@ -14,7 +14,6 @@ use crate::key::NamespaceDigest;
 use crate::session::{BlockEvent, BlockEvents};
 use crate::work;
 
-use super::coordinator::Engine;
 use super::ids::SessionId;
 use super::residency::Residency;
 
@@ -40,12 +39,12 @@ struct Feed {
 
 /// The namespace that a feed tells of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct FeedOf {
-    ns: NsId,
+pub(super) struct FeedOf {
+    pub(super) ns: NsId,
     /// The life of the namespace: its index may meanwhile belong to another namespace.
-    instance: u64,
+    pub(super) instance: u64,
     /// The namespace's digest in the remote store; `None` if it is private. A new life keeps the digest.
-    digest: Option<NamespaceDigest>,
+    pub(super) digest: Option<NamespaceDigest>,
 }
 
 /// How far a replay has come, in the order of the nodes' ids; a node's ancestors are told before it.
@@ -175,7 +174,7 @@ impl Feeds {
         }
     }
 
-    fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.feeds.is_empty()
     }
 
@@ -203,9 +202,24 @@ impl Feeds {
         self.feeds.retain(|feed| feed.session != session);
     }
 
-    /// The feed of a session whose namespace is `of`, and the next events of its ring. A session without a feed gets
-    /// one. `restart` begins the feed anew, for a client that has forgotten the events.
-    fn take(&mut self, session: SessionId, of: FeedOf, restart: bool) -> (usize, BlockEvents) {
+    /// Whether a session whose namespace is `of` has events to take.
+    pub(super) fn has_some(&self, session: SessionId, of: Option<FeedOf>) -> bool {
+        let feed = self.feeds.iter().find(|feed| feed.session == session);
+        feed.is_none_or(|feed| {
+            !feed.ring.is_empty() || feed.is_stale || Some(feed.of) != of || !feed.is_told()
+        })
+    }
+
+    /// The next events for a session whose namespace is `of`. A session without a feed gets one. `restart` begins the
+    /// feed anew, for a client that has forgotten the events. `replay_remote` adds events for blocks in the remote store
+    /// from a number on, and returns the number that comes next.
+    pub(super) fn take(
+        &mut self,
+        (session, of): (SessionId, FeedOf),
+        restart: bool,
+        residency: &Residency,
+        replay_remote: impl FnOnce(u64, &mut Vec<BlockEvent>) -> u64,
+    ) -> BlockEvents {
         let known = self.feeds.iter().position(|feed| feed.session == session);
         let index = known.unwrap_or_else(|| {
             self.feeds.push(Feed::new(session, of));
@@ -218,67 +232,21 @@ impl Feeds {
         }
         let count = feed.ring.len().min(EVENTS_MAX);
         let events = feed.ring.drain(..count).collect();
-        let more = !feed.ring.is_empty() || !feed.is_told();
-        let taken = BlockEvents {
+        let mut taken = BlockEvents {
             cleared,
             events,
-            more,
+            more: true,
         };
-        (index, taken)
-    }
-}
-
-impl Engine {
-    /// Some of the payloads that have come to the tiers of a session's namespace, or left them, since the last call.
-    /// The first call begins with the payloads in the tiers, and so does a call that asks for a `restart`.
-    pub fn take_events(&mut self, session: SessionId, restart: bool) -> BlockEvents {
-        let Some(of) = self.feed_of(session) else {
-            return BlockEvents::default();
-        };
-        let ns = of.ns;
-        // The replay goes on: changes before this are of the nodes that have been told until now.
-        self.tell_listeners();
-        self.residency.changes.has_feeds = true;
-        let (index, mut taken) = self.feeds.take(session, of, restart);
-        let feed = &mut self.feeds.feeds[index];
         // A node of the replay may have the hash of a node whose removal is still in the ring.
         if !feed.ring.is_empty() {
             return taken;
         }
         if !feed.replay.is_done() {
-            feed.replay.step(ns, &self.residency, &mut taken.events);
+            feed.replay.step(of.ns, residency, &mut taken.events);
         } else if feed.remote_next != u64::MAX {
-            let from = feed.remote_next;
-            let next = self.replay_remote(ns, from, &mut taken.events);
-            self.feeds.feeds[index].remote_next = next;
+            feed.remote_next = replay_remote(feed.remote_next, &mut taken.events);
         }
-        taken.more = !self.feeds.feeds[index].is_told();
+        taken.more = !feed.is_told();
         taken
-    }
-
-    /// Ends the feed of a session.
-    pub(super) fn close_feed(&mut self, session: SessionId) {
-        self.feeds.close(session);
-        self.residency.changes.has_feeds = !self.feeds.is_empty();
-    }
-
-    /// Whether [`Engine::take_events`] would return events for a session.
-    pub fn has_events(&self, session: SessionId) -> bool {
-        let mut feeds = self.feeds.feeds.iter();
-        let feed = feeds.find(|feed| feed.session == session);
-        let of = self.feed_of(session);
-        feed.is_none_or(|feed| {
-            !feed.ring.is_empty() || feed.is_stale || Some(feed.of) != of || !feed.is_told()
-        })
-    }
-
-    fn feed_of(&self, session: SessionId) -> Option<FeedOf> {
-        let ns = self.sessions.get(session)?.ns;
-        let digest = *self.namespaces.digest(ns);
-        Some(FeedOf {
-            ns,
-            instance: self.namespaces.instance(ns),
-            digest: (!self.namespaces.is_private(ns)).then_some(digest),
-        })
     }
 }

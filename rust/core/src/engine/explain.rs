@@ -1,47 +1,36 @@
 //! The last lookups, with the reasons for their misses.
 
-use crate::explain::{ExplainQuery, Explained, Reason, Rest};
-use crate::forest::{NsId, Tier};
+use crate::explain::{Reason, Rest};
+use crate::forest::NsId;
 use crate::key::BlockHash;
-use crate::session::{Lookup, LookupRequest, Tokens};
-use crate::work;
+use crate::session::{LookupRequest, Tokens};
 
-use super::coordinator::Engine;
 use super::departures::Departures;
 use super::fetch::Share;
-use super::ids::{RequestId, SessionId};
-use super::requests::RequestState;
 
 /// Bytes of a request's id that are kept.
 const NAME_BYTES: usize = 72;
 
-/// Most lookups that one entry looks at, and most lookups that it returns.
-const LOOKED_AT: u64 = 1024;
-const TOLD: usize = 128;
-
-/// Most other namespaces that an entry searches for a block that the prompt's own namespace lacks.
-const OTHERS: usize = 8;
-
 /// A lookup that was answered.
 #[derive(Clone, Copy, Debug)]
-struct LookupRecord {
+pub(super) struct LookupRecord {
     name: [u8; NAME_BYTES],
     name_bytes: u8,
-    loaded: bool,
-    ns: NsId,
-    at_ns: u64,
-    waited_ns: u64,
-    asked: u32,
-    computed: u32,
-    found: u32,
-    hit: u32,
-    from_disk: u32,
-    from_remote: u32,
-    rest: Rest,
+    pub(super) loaded: bool,
+    pub(super) ns: NsId,
+    pub(super) at_ns: u64,
+    pub(super) waited_ns: u64,
+    pub(super) asked: u32,
+    pub(super) computed: u32,
+    pub(super) found: u32,
+    pub(super) hit: u32,
+    pub(super) from_disk: u32,
+    pub(super) from_remote: u32,
+    pub(super) rest: Rest,
     /// The hash of the first block that was not found; 0 if all were found.
-    missing: u64,
+    pub(super) missing: u64,
     /// Another namespace that has this block; [`NsId::MAX`] if none was found.
-    other: NsId,
+    pub(super) other: NsId,
 }
 
 /// The last lookups that were answered.
@@ -49,10 +38,10 @@ struct LookupRecord {
 pub(super) struct LastLookups {
     /// How blocks have left the tiers.
     pub(super) departures: Departures,
-    ring: Vec<LookupRecord>,
+    pub(super) ring: Vec<LookupRecord>,
     records: usize,
     /// Number of lookups noted since the start, which is the position of the next lookup.
-    next: u64,
+    pub(super) next: u64,
 }
 
 impl LastLookups {
@@ -67,7 +56,7 @@ impl LastLookups {
         }
     }
 
-    fn at(&self, position: u64) -> Option<&LookupRecord> {
+    pub(super) fn at(&self, position: u64) -> Option<&LookupRecord> {
         let is_kept = position < self.next && self.next - position <= self.ring.len() as u64;
         is_kept.then(|| &self.ring[self.index(position)])
     }
@@ -78,7 +67,7 @@ impl LastLookups {
 
     /// The position and the place of the record to write: the record at `known` if the ring still has it, else the
     /// oldest record.
-    fn place(&mut self, known: Option<u64>) -> (u64, &mut LookupRecord) {
+    pub(super) fn place(&mut self, known: Option<u64>) -> (u64, &mut LookupRecord) {
         let position = known.filter(|&known| self.at(known).is_some());
         let position = position.unwrap_or_else(|| {
             self.next += 1;
@@ -100,36 +89,36 @@ pub(super) struct Answered {
     /// The first missing block is in the index, and no lookup may use it yet.
     pub(super) is_incomplete: bool,
     /// The explanation's inputs, and the position of its record.
-    noted: Option<(Noted, u64)>,
-    rest: Rest,
+    pub(super) noted: Option<(Noted, u64)>,
+    pub(super) rest: Rest,
 }
 
 /// The inputs of an answer's explanation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Noted {
-    reason: Reason,
-    hit: Tokens,
-    found: Tokens,
-    computed: Tokens,
+pub(super) struct Noted {
+    pub(super) reason: Reason,
+    pub(super) hit: Tokens,
+    pub(super) found: Tokens,
+    pub(super) computed: Tokens,
     /// Number of slots freed until the answer, and number of nodes then.
-    freed: u64,
-    nodes: usize,
+    pub(super) freed: u64,
+    pub(super) nodes: usize,
 }
 
 /// The part of a prompt that an answer may cover.
 #[derive(Clone, Copy)]
-struct Question {
-    ns: NsId,
+pub(super) struct Question {
+    pub(super) ns: NsId,
     /// Tokens of a hash block.
-    size: u32,
+    pub(super) size: u32,
     /// Tokens of the prompt's whole hash blocks.
-    asked: u32,
+    pub(super) asked: u32,
     /// The first block that is not in the index, or not visible.
-    missing: Option<BlockHash>,
+    pub(super) missing: Option<BlockHash>,
 }
 
 impl Question {
-    fn new(ns: NsId, size: u32, request: &LookupRequest<'_>, found: Tokens) -> Self {
+    pub(super) fn new(ns: NsId, size: u32, request: &LookupRequest<'_>, found: Tokens) -> Self {
         let asked = asked(request, size);
         let is_asked = found.0 < asked && request.computed.0 < asked;
         let missing = is_asked.then(|| request.hashes.get((found.0 / size) as usize));
@@ -139,198 +128,6 @@ impl Question {
             asked,
             missing: missing.flatten(),
         }
-    }
-}
-
-impl Engine {
-    /// Notes the answer to a lookup: counts a request's first answer, and records each answer that differs from the
-    /// previous answer.
-    ///
-    /// Every lookup calls this, so nothing is allocated or formatted: the record is overwritten in place.
-    pub(super) fn note_answer(
-        &mut self,
-        id: RequestId,
-        ns: NsId,
-        request: &LookupRequest<'_>,
-        answer: Lookup,
-    ) {
-        // The lookup may have evicted blocks that it misses.
-        self.tell_listeners();
-        let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
-        let noted = Noted {
-            reason: state.answered.reason,
-            hit: answer.tokens().unwrap_or(Tokens(0)),
-            found: state.shared,
-            computed: request.computed,
-            freed: self.residency.freed(Tier::Host) + self.residency.freed(Tier::Disk),
-            nodes: self.residency.forest().len(),
-        };
-        let before = state.answered.noted;
-        if before.is_some_and(|(before, _)| before == noted) {
-            return;
-        }
-        let size = self.residency.hash_block_size(ns);
-        let question = Question::new(ns, size, request, noted.found);
-        let (mut rest, mut other) = self.rest_of(&question, &noted, state.answered.is_incomplete);
-        let is_gone = !matches!(rest.reason, Reason::Complete | Reason::Incomplete);
-        if noted.reason == Reason::Complete
-            && is_gone
-            && share.is_left
-            && question.missing.is_some()
-        {
-            (rest, other) = (Reason::RemotePlanned.into(), NsId::MAX);
-        }
-        let (position, record) = self.lookups.place(before.map(|(_, position)| position));
-        record.write(&question, request, (state, share), (&noted, rest));
-        (record.other, record.at_ns) = (other, self.now_ns);
-        let state = &mut self.sessions.requests[id];
-        state.answered.noted = Some((noted, position));
-        state.answered.rest = rest;
-        if before.is_none() {
-            let session = state.session;
-            self.count_answer(session, noted.hit.0 > 0, rest.reason);
-        }
-    }
-
-    /// Counts the first answer to a request.
-    fn count_answer(&mut self, session: SessionId, is_hit: bool, reason: Reason) {
-        if let Some(session) = self.sessions.get_mut(session) {
-            session.totals.answered += 1;
-            session.totals.hits += u64::from(is_hit);
-        }
-        if !is_hit {
-            self.counters.count_miss(reason);
-        }
-    }
-
-    /// Why the blocks after a hit were not loaded. If the reason is [`Reason::OtherIdentity`], also the namespace that
-    /// has the first of these blocks; else [`NsId::MAX`].
-    fn rest_of(&self, question: &Question, noted: &Noted, is_incomplete: bool) -> (Rest, NsId) {
-        if noted.reason != Reason::Complete {
-            return (noted.reason.into(), NsId::MAX);
-        }
-        let found = noted.found.0.min(question.asked);
-        // A hit may end before the last block found, where a window or a draft model's last tokens are missing.
-        if noted
-            .hit
-            .max(noted.computed)
-            .0
-            .saturating_add(question.size)
-            <= found
-        {
-            return (Reason::NoBoundary.into(), NsId::MAX);
-        }
-        let Some(missing) = &question.missing else {
-            return (Rest::default(), NsId::MAX);
-        };
-        if let Some(rest) = self.lookups.departures.find(question.ns, missing) {
-            return (rest, NsId::MAX);
-        }
-        if is_incomplete {
-            return (Reason::Incomplete.into(), NsId::MAX);
-        }
-        match self.other_of(question.ns, missing) {
-            Some(other) => (Reason::OtherIdentity.into(), other),
-            None => (Reason::NeverSeen.into(), NsId::MAX),
-        }
-    }
-
-    /// Another namespace than `ns` that has the block `missing`. Searches at most [`OTHERS`] namespaces.
-    fn other_of(&self, ns: NsId, missing: &BlockHash) -> Option<NsId> {
-        let forest = self.residency.forest();
-        // Blocks of a namespace that was reset or cleared may wait for their removal.
-        let is_other = |&other: &NsId| other != ns && !self.residency.is_ending(other);
-        let others = forest.namespaces().filter(is_other);
-        let mut others = others.filter(|&other| forest.has_nodes(other)).take(OTHERS);
-        others.find(|&other| forest.find(other, missing).is_some())
-    }
-
-    /// A load of a request's hit has begun.
-    pub(super) fn note_load(&mut self, id: RequestId) {
-        let noted = self.sessions.requests[id].answered.noted;
-        if let Some((_, position)) = noted.filter(|&(_, at)| self.lookups.at(at).is_some()) {
-            self.lookups.place(Some(position)).1.loaded = true;
-        }
-    }
-
-    /// Why a request's last answer has no more tokens. `None` before it was answered.
-    pub fn rest(&self, session: SessionId, request: &str) -> Option<Rest> {
-        let state = self.sessions.request(session, request)?;
-        state.answered.noted.map(|_| state.answered.rest)
-    }
-
-    /// The lookup of a request that was answered last.
-    pub fn explained(&self, session: SessionId, request: &str) -> Option<Explained> {
-        let state = self.sessions.request(session, request)?;
-        let (_, position) = state.answered.noted?;
-        Some(self.told(position, self.lookups.at(position)?))
-    }
-
-    /// Some of the last lookups, the latest first. The position is `Some` if the ring has more lookups before it.
-    pub fn explain(&self, query: &ExplainQuery) -> (Vec<Explained>, Option<u64>) {
-        let lookups = &self.lookups;
-        let end = query.before.unwrap_or(u64::MAX).min(lookups.next);
-        let first = lookups.next - lookups.ring.len() as u64;
-        let mut found = Vec::new();
-        let mut position = end;
-        while position > first {
-            if found.len() == TOLD || end - position == LOOKED_AT {
-                return (found, Some(position));
-            }
-            position -= 1;
-            work::queued();
-            let Some(record) = lookups.at(position) else {
-                break;
-            };
-            let is_asked = record
-                .shown()
-                .as_bytes()
-                .starts_with(query.request.as_bytes())
-                && !(query.misses && record.rest.reason == Reason::Complete);
-            if is_asked {
-                found.push(self.told(position, record));
-            }
-        }
-        (found, None)
-    }
-
-    fn told(&self, position: u64, record: &LookupRecord) -> Explained {
-        let age_s = |since_ns: u64| self.now_ns.saturating_sub(since_ns) / 1_000_000_000;
-        let missing = match record.missing {
-            0 => String::new(),
-            missing => missing
-                .to_le_bytes()
-                .iter()
-                .map(|byte| format!("{byte:02x}"))
-                .collect(),
-        };
-        Explained {
-            position,
-            request: record.shown().into_owned(),
-            namespace: self.namespaces.digest(record.ns).to_hex(),
-            age_s: age_s(record.at_ns),
-            asked_tokens: record.asked,
-            device_tokens: record.computed,
-            found_tokens: record.found,
-            hit_tokens: record.hit,
-            disk_tokens: record.from_disk,
-            remote_tokens: record.from_remote,
-            waited_ms: record.waited_ns / 1_000_000,
-            loaded: record.loaded,
-            missing_block: missing,
-            other_namespace: match record.other {
-                NsId::MAX => String::new(),
-                other => self.namespaces.digest(other).to_hex(),
-            },
-            rest: record.rest,
-        }
-    }
-
-    /// The description of the namespace with this digest; `None` if the engine knows none.
-    pub fn description(&self, digest: &str) -> Option<&str> {
-        let found = self.namespaces.named(digest, |_| true);
-        let ns = found.first()?;
-        Some(&self.residency.spec(*ns).description)
     }
 }
 
@@ -357,11 +154,11 @@ impl LookupRecord {
     };
 
     /// Overwrites all fields except the time and the other namespace.
-    fn write(
+    pub(super) fn write(
         &mut self,
         question: &Question,
         request: &LookupRequest<'_>,
-        (state, share): (&RequestState, &Share),
+        (waited_ns, share): (u64, &Share),
         (noted, rest): (&Noted, Rest),
     ) {
         let shown = if request.label.is_empty() {
@@ -374,7 +171,7 @@ impl LookupRecord {
         self.name_bytes = name_bytes as u8;
         self.loaded = false;
         self.ns = question.ns;
-        self.waited_ns = state.planned.waited_ns;
+        self.waited_ns = waited_ns;
         self.asked = question.asked;
         self.computed = noted.computed.0;
         self.found = noted.found.0;
@@ -391,7 +188,7 @@ impl LookupRecord {
         self.missing = question.missing.map_or(0, |hash| hash.fingerprint());
     }
 
-    fn shown(&self) -> std::borrow::Cow<'_, str> {
+    pub(super) fn shown(&self) -> std::borrow::Cow<'_, str> {
         // A long name may be cut within a character.
         String::from_utf8_lossy(&self.name[..usize::from(self.name_bytes)])
     }

@@ -1,5 +1,9 @@
 //! The keys of the engine's tables.
 
+use slotmap::Key;
+
+use crate::session::TransferId;
+
 slotmap::new_key_type! {
     /// One client's use of one namespace.
     pub struct SessionId;
@@ -9,4 +13,9 @@ slotmap::new_key_type! {
     pub(super) struct RequestId;
     /// A fetch of objects from the remote store.
     pub(super) struct FlightId;
+}
+
+/// A transfer's name outside of the engine.
+pub(super) fn id_of(key: TransferKey) -> TransferId {
+    TransferId(key.data().as_ffi())
 }

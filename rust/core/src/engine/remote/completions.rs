@@ -6,7 +6,6 @@ use crate::forest::NodeId;
 use crate::remote::{RemoteCompletion, RemoteDone, RemoteError};
 use crate::work;
 
-use super::super::coordinator::Engine;
 use super::super::ids::FlightId;
 use super::super::parts::EngineParts;
 use super::super::planner::RemoteRates;
@@ -25,56 +24,6 @@ const KNOWN_FORGOTTEN: u32 = 512;
 /// A put may take this many times as long as a get.
 const PUT_STALLS: u64 = 10;
 
-impl Engine {
-    /// Takes the end of an operation of the store. An unknown token is ignored.
-    pub fn complete_remote(&mut self, completion: RemoteCompletion) {
-        self.residency.allow_rest(self.config.tells);
-        let RemoteCompletion { token, result } = completion;
-        let Some((remote, mut parts)) = self.remote() else {
-            return;
-        };
-        let Some(InFlight {
-            operation,
-            sent_ns,
-            is_late,
-        }) = remote.operations.remove(Remote::id_of(token))
-        else {
-            return;
-        };
-        if !is_late {
-            let is_read = !matches!(operation, Operation::Put(_));
-            remote.reads -= usize::from(is_read);
-            remote.judge(&result, !is_read, &mut parts);
-        }
-        let took_ns = parts.now_ns - sent_ns;
-        match operation {
-            Operation::Probe { .. } if is_late => {}
-            Operation::Probe { flight } => {
-                if result.is_ok() {
-                    parts.rates.remote.probed(took_ns);
-                }
-                remote.probe_ended(flight, &result, &mut parts);
-            }
-            Operation::Put(put) => remote.take_put(put, result, took_ns, &mut parts),
-            Operation::Get(get) => {
-                let (payloads, sums) = remote.take_get((token, get), result, took_ns, &mut parts);
-                self.fetched(&payloads, &sums);
-            }
-        }
-    }
-
-    /// Payloads have arrived from the store, with these checksums: from now on they are like saved payloads.
-    fn fetched(&mut self, payloads: &[(NodeId, u8)], sums: &[u64]) {
-        let mut visible = Vec::new();
-        for (&(node, group), &sum) in payloads.iter().zip(sums) {
-            work::queued();
-            let is_first = self.residency.is_unchanged(node, group, sum);
-            assert!(is_first, "a slot that is being filled has no checksum yet");
-            self.payload_arrived(node, group, &mut visible);
-        }
-    }
-}
-
 /// Learns from a get that has succeeded. `beside`: the bytes in flight at its end.
 fn learn(
     (took_ns, now_ns): (u64, u64),
@@ -92,6 +41,42 @@ fn learn(
 }
 
 impl Remote {
+    /// Takes the end of an operation. An unknown token is ignored. Returns the payloads that have arrived with it, and
+    /// their checksums.
+    pub(in crate::engine) fn complete(
+        &mut self,
+        completion: RemoteCompletion,
+        parts: &mut EngineParts<'_>,
+    ) -> (Vec<(NodeId, u8)>, Vec<u64>) {
+        let RemoteCompletion { token, result } = completion;
+        let Some(InFlight {
+            operation,
+            sent_ns,
+            is_late,
+        }) = self.operations.remove(Remote::id_of(token))
+        else {
+            return Default::default();
+        };
+        if !is_late {
+            let is_read = !matches!(operation, Operation::Put(_));
+            self.reads -= usize::from(is_read);
+            self.judge(&result, !is_read, parts);
+        }
+        let took_ns = parts.now_ns - sent_ns;
+        match operation {
+            Operation::Probe { .. } if is_late => {}
+            Operation::Probe { flight } => {
+                if result.is_ok() {
+                    parts.rates.remote.probed(took_ns);
+                }
+                self.probe_ended(flight, &result, parts);
+            }
+            Operation::Put(put) => self.take_put(put, result, took_ns, parts),
+            Operation::Get(get) => return self.take_get((token, get), result, took_ns, parts),
+        }
+        Default::default()
+    }
+
     /// Takes the end of a put.
     fn take_put(
         &mut self,

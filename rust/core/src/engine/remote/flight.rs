@@ -14,7 +14,7 @@ use super::spaces::Space;
 /// that the tiers lack; each is usable with the segments before. Where a hit needs windows or states, they are all
 /// objects of a hit at one boundary, which are usable only together.
 #[derive(Debug)]
-pub(super) struct Flight {
+pub(in crate::engine) struct Flight {
     pub(super) chain: FlightChain,
     pub(super) objects: FlightObjects,
     pub(super) held: FlightLease,
@@ -211,7 +211,7 @@ impl Flight {
 
     /// Hash blocks that have arrived, and hash blocks that will have arrived in the end. Objects that are usable only
     /// together count in proportion.
-    pub(super) fn progress(&self) -> (u32, u32) {
+    pub(in crate::engine) fn progress(&self) -> (u32, u32) {
         if !self.objects.search.is_for_boundary() {
             return (self.reach(self.objects.arrived), self.reach(self.goal()));
         }
@@ -285,6 +285,36 @@ impl Flight {
     /// With windows or states: the key under which the search for the end of a hit is remembered if it finds nothing.
     pub(super) fn question(&self) -> ObjectKey {
         question(self.chain.digest(), self.announced_by(0))
+    }
+
+    /// Whether more of it may arrive.
+    pub(in crate::engine) fn goes_on(&self) -> bool {
+        !self.fate.is_over
+    }
+
+    /// Whether it has failed, or goes on: a request that leaves it does not wait for another one.
+    pub(in crate::engine) fn is_given_up(&self) -> bool {
+        !self.fate.is_over || self.fate.is_failed
+    }
+
+    /// Whether it is about a namespace, in this life of the namespace.
+    pub(in crate::engine) fn is_of(&self, ns: NsId, instance: u64) -> bool {
+        self.chain.ns == ns && self.chain.instance == instance
+    }
+
+    /// Whether it brings blocks of a namespace and goes on.
+    pub(in crate::engine) fn goes_on_in(&self, ns: NsId) -> bool {
+        self.goes_on() && self.chain.ns == ns
+    }
+
+    /// The hash blocks between which it has brought blocks: the hit that the tiers alone allowed, and the hit now.
+    pub(in crate::engine) fn brought(&self) -> (u32, u32) {
+        (self.chain.found, self.reach(self.objects.arrived))
+    }
+
+    /// Hash blocks that arrive together.
+    pub(in crate::engine) fn together(&self) -> u32 {
+        self.objects.gets.max(1) * self.chain.space.hash_blocks
     }
 
     /// Objects whose gets have not been sent.

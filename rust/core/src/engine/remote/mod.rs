@@ -22,7 +22,6 @@ mod completions;
 mod flight;
 mod gets;
 mod pieces;
-mod plans;
 mod puts;
 mod recent;
 mod search;
@@ -40,16 +39,17 @@ use crate::remote::{ObjectKey, RemoteConfig, RemoteRequest};
 use crate::session::BlockEvent;
 use crate::work;
 
-use super::coordinator::Engine;
-use super::ids::{FlightId, RequestId};
+use super::ids::FlightId;
+use super::namespaces::Namespaces;
 use super::parts::EngineParts;
 use super::residency::Residency;
 use breaker::{Breaker, Window};
-use flight::Flight;
+pub(in crate::engine) use flight::Flight;
 use puts::PutQueue;
 use recent::Recent;
 use spaces::Spaces;
 use told::Told;
+pub(super) use waits::{Fetches, HitEnds, Wanted};
 
 /// Segments that are remembered as being in the store, and for how long, in nanoseconds: the store may evict.
 const KNOWN_MAX: usize = 1 << 17;
@@ -232,8 +232,39 @@ impl Remote {
         self.reads > 0 || !self.order.is_empty()
     }
 
+    /// Adds events for blocks in the store from a number on. Returns the number that comes next.
+    pub(super) fn replay_told(
+        &self,
+        ns: NsId,
+        from: u64,
+        namespaces: &Namespaces,
+        events: &mut Vec<BlockEvent>,
+    ) -> u64 {
+        self.told.step_replay(ns, from, namespaces, events)
+    }
+
+    /// A flight, until its last request has left it.
+    pub(super) fn flight(&self, id: FlightId) -> Option<&Flight> {
+        self.flights.get(id)
+    }
+
+    /// Whether flights go on or wait.
+    pub(super) fn has_flights(&self) -> bool {
+        !self.order.is_empty()
+    }
+
+    /// Whether no get is in flight, abandoned ones included.
+    pub(super) fn is_idle(&self) -> bool {
+        self.get_window.in_flight() == 0
+    }
+
     /// Appends at most `room` requests to send now: probes and gets, then puts.
-    fn next(&mut self, room: usize, parts: &mut EngineParts<'_>, out: &mut Vec<RemoteRequest>) {
+    pub(super) fn next(
+        &mut self,
+        room: usize,
+        parts: &mut EngineParts<'_>,
+        out: &mut Vec<RemoteRequest>,
+    ) {
         (self.has_begun, self.has_rest) = (false, false);
         self.look_for_late(parts);
         let most = out.len() + room;
@@ -296,7 +327,7 @@ impl Remote {
 
     /// Ends the flights of namespaces whose lives have ended. Their indices may belong to other namespaces now, and what
     /// a flight brings would be taken for blocks of these.
-    fn end_outlived(&mut self, parts: &mut EngineParts<'_>) {
+    pub(super) fn end_outlived(&mut self, parts: &mut EngineParts<'_>) {
         for id in self.order.clone() {
             work::queued();
             let flight = &self.flights[id];
@@ -417,86 +448,6 @@ impl Remote {
         gauges.remote_window_bytes = self.get_window.bytes();
         gauges.remote_get_bytes_in_flight = self.get_window.in_flight();
         gauges.remote_put_queue_segments = self.unwritten();
-    }
-}
-
-impl Engine {
-    /// Attaches the store: from now on, turns may start operations of the store. Without
-    /// [`EngineConfig::remote`](super::EngineConfig::remote) there are never any.
-    pub fn attach_remote(&mut self) {
-        let config = &self.config;
-        if let Some(of) = config.remote.clone().filter(|_| self.remote.is_none()) {
-            let remote = Remote::new(of, config.host_bytes, config.promotion_bytes);
-            self.remote = Some(Box::new(remote));
-        }
-    }
-
-    /// Adds events for blocks in the store from a number on. Returns the number that comes next.
-    pub(super) fn replay_remote(&self, ns: NsId, from: u64, events: &mut Vec<BlockEvent>) -> u64 {
-        let remote = self.remote.as_deref();
-        let told = remote.map(|remote| &remote.told);
-        told.map_or(u64::MAX, |told| {
-            told.step_replay(ns, from, &self.namespaces, events)
-        })
-    }
-
-    /// Whether there is a store.
-    pub fn has_remote(&self) -> bool {
-        self.remote.is_some()
-    }
-
-    /// Appends requests for the store to send now, at most `room`.
-    pub(in crate::engine) fn next_remote(&mut self, room: usize, out: &mut Vec<RemoteRequest>) {
-        self.residency.allow_rest(self.config.tells);
-        if let Some((remote, mut parts)) = self.remote() {
-            remote.next(room, &mut parts, out);
-        }
-    }
-
-    /// Whether operations of the store are in flight, or requests wait to be sent.
-    pub fn has_remote_work(&self) -> bool {
-        self.remote
-            .as_ref()
-            .is_some_and(|remote| remote.is_active())
-    }
-
-    /// Offers the segments that end at nodes that have become visible.
-    pub(super) fn offer_remote(&mut self, visible: &[NodeId]) {
-        if let Some((remote, mut parts)) = self.remote() {
-            remote.offer_new(visible, &mut parts);
-        }
-    }
-
-    /// Offers the windows and states among payloads that have been saved.
-    pub(super) fn offer_remote_saved(&mut self, payloads: &[(NodeId, u8)]) {
-        if let Some((remote, mut parts)) = self.remote() {
-            remote.offer_saved(payloads, &mut parts);
-        }
-    }
-
-    /// Offers the segments above a node at which a hit ends.
-    pub(super) fn offer_remote_hit(&mut self, node: NodeId) {
-        if let Some((remote, mut parts)) = self.remote() {
-            remote.offer_hit(node, &mut parts);
-        }
-    }
-
-    /// Ends the flights of namespaces whose lives have ended.
-    pub(super) fn end_outlived_flights(&mut self) {
-        if let Some((remote, mut parts)) = self.remote() {
-            remote.end_outlived(&mut parts);
-        }
-    }
-
-    /// Removes a request from its flight: the request neither waits for it nor needs its blocks any more.
-    pub(super) fn leave_flight(&mut self, id: RequestId) {
-        let Some(remote) = self.remote.as_deref_mut() else {
-            return;
-        };
-        let flight = self.shares[id].waits.remote.take();
-        if let Some(flight) = flight {
-            remote.leave(flight, id, &mut self.residency);
-        }
     }
 }
 

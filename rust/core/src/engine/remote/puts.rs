@@ -422,7 +422,7 @@ pub(super) struct Walk {
 
 impl Remote {
     /// Offers the segments that end at nodes that have become visible.
-    pub(super) fn offer_new(&mut self, visible: &[NodeId], parts: &mut EngineParts<'_>) {
+    pub(in crate::engine) fn offer_new(&mut self, visible: &[NodeId], parts: &mut EngineParts<'_>) {
         if self.config.write != RemoteWrite::All {
             return;
         }
@@ -435,7 +435,7 @@ impl Remote {
     }
 
     /// Offers the chain of a node that a request has hit.
-    pub(super) fn offer_hit(&mut self, node: NodeId, parts: &mut EngineParts<'_>) {
+    pub(in crate::engine) fn offer_hit(&mut self, node: NodeId, parts: &mut EngineParts<'_>) {
         if self.config.write == RemoteWrite::None || self.puts.walks.len() == WALKS_MAX {
             return;
         }
@@ -463,7 +463,11 @@ impl Remote {
 
     /// Offers boundaries of payloads that have been saved, front to back. Where a run of windows or a state ends, a hit
     /// may end.
-    pub(super) fn offer_saved(&mut self, payloads: &[(NodeId, u8)], parts: &mut EngineParts<'_>) {
+    pub(in crate::engine) fn offer_saved(
+        &mut self,
+        payloads: &[(NodeId, u8)],
+        parts: &mut EngineParts<'_>,
+    ) {
         if self.config.write != RemoteWrite::All {
             return;
         }

@@ -3,233 +3,75 @@
 use crate::forest::{NONE, NodeId, NsId};
 use crate::key::BlockHash;
 use crate::namespace::{GroupKind, NamespaceSpec};
-use crate::session::{LookupRequest, Tokens};
+use crate::session::LookupRequest;
 
-use super::super::coordinator::Engine;
-use super::super::fetch::Share;
 use super::super::ids::{FlightId, RequestId};
 use super::super::parts::EngineParts;
-use super::super::planner::FetchSource;
-use super::super::requests::RequestState;
+use super::super::planner::{Fetch, Reading, RemoteRates};
 use super::super::residency::Residency;
 use super::Remote;
 use super::flight::{Flight, FlightChain, FlightObjects, question};
 use super::pieces::{Piece, last_of};
-use super::plans::{Fetches, HitEnds, Wanted};
 use super::recent::fingerprint;
-use super::search::{Boundaries, BoundarySearch, SEGMENTS_MAX, Search, Segments};
+use super::search::{Boundaries, BoundarySearch, FETCHED, SEGMENTS_MAX, Search, Segments};
 use super::spaces::Space;
 
-/// Flights that one request waits for, in turn.
-const TRIES_MAX: u8 = 4;
 /// Flights that go on at once.
 pub(super) const FLIGHTS_MAX: usize = 1024;
 
-impl Engine {
-    /// Whether a request's answer has to wait for segments from the remote store. Begins to fetch the segments that the
-    /// tiers lack. `found`: the deepest node of the prompt in the tiers, or `NONE`, and its depth.
-    pub(in crate::engine) fn awaits_remote(
-        &mut self,
-        id: RequestId,
-        ns: NsId,
-        request: &LookupRequest<'_>,
-        found: (NodeId, u32),
-    ) -> bool {
-        // A tail has a chain of its own, which is looked up beside the chain of its prompt.
-        let is_tail = || request.request.find('\0').is_some_and(|at| at > 0);
-        if self.remote.is_none() || is_tail() {
-            return false;
-        }
-        let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
-        if let Some(flight) = share.waits.remote {
-            let is_late = || self.is_flight_late((state, share), request.computed);
-            if self.flight_goes_on(flight, ns) && !is_late() {
-                return true;
-            }
-            self.note_flight(id, (flight, ns), request.computed);
-        }
-        let waits = &self.shares[id].waits;
-        if self.draining || waits.gave_up || waits.flights == TRIES_MAX {
-            return false;
-        }
-        let Some(flight) = self.join_flight(id, ns, request, found) else {
-            return false;
-        };
-        if self.is_over_before(id, flight, request.computed) {
-            return false;
-        }
-        let Some((remote, parts)) = self.remote() else {
-            return false;
-        };
-        let waits = &mut parts.shares[id].waits;
-        let before = waits.remote.replace(flight);
-        waits.flights += 1;
-        if let Some(before) = before {
-            remote.leave(before, id, parts.residency);
-        }
-        true
-    }
+/// Where the hits of a request end, in hash blocks.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::engine) struct HitEnds {
+    /// Hits end at multiples of this number.
+    pub(in crate::engine) align: u32,
+    /// This many of the last hash blocks that are cached cannot be used.
+    pub(in crate::engine) dropped: u32,
+}
 
-    /// The flight that brings the first of the segments that a prompt lacks, which the request has joined. `None` if the
-    /// request shall not wait for any.
-    fn join_flight(
-        &mut self,
-        id: RequestId,
-        ns: NsId,
-        request: &LookupRequest<'_>,
-        found: (NodeId, u32),
-    ) -> Option<FlightId> {
-        let tokens = self.residency.hash_block_size(ns);
-        let state = &self.sessions.requests[id];
-        let ends = HitEnds {
-            align: state.alignment_tokens / tokens,
-            dropped: state.dropped_tokens.div_ceil(tokens),
-        };
-        let (remote, parts) = self.remote()?;
-        let (wanted, under_way) = remote.wanted(ns, (request, ends), found, &parts)?;
-        let fetches = self.plans_flight(id, request, &wanted, under_way);
-        let (remote, mut parts) = self.remote()?;
-        let segments = match fetches {
-            Fetches::None => return None,
-            Fetches::Some(segments) => segments.min(wanted.segments),
-            Fetches::All { .. } => wanted.segments,
-        };
-        let wanted = Wanted { segments, ..wanted };
-        let flight = remote.join(id, ns, request, (wanted, ends.align), &mut parts)?;
-        let of = &mut remote.flights[flight];
-        let is_new = of.waiters == [id] && of.sent_ns == 0 && of.began_ns == parts.now_ns;
-        match fetches {
-            Fetches::All {
-                width,
-                predicted_ns,
-            } if is_new => (of.objects.width, of.predicted_ns) = (width, predicted_ns),
-            Fetches::All { .. } => {}
-            Fetches::Some(_) | Fetches::None => {
-                of.fate.is_measure = true;
-                remote.leave(flight, id, parts.residency);
-                return None;
-            }
-        }
-        Some(flight)
-    }
+/// The hash blocks of a prompt that the tiers lack.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::engine) struct Wanted {
+    pub(super) space: Space,
+    /// The deepest node of the prompt in the tiers, or `NONE`, and its depth.
+    pub(super) deepest: NodeId,
+    pub(super) found: u32,
+    /// Segments before the first segment that is lacking.
+    pub(super) skipped: u32,
+    /// Number of segments that are lacking; about, with windows or states.
+    pub(super) segments: u32,
+    /// The end of the hit that the tiers alone allow, and the end of the last segment or the last boundary.
+    pub(super) from: u32,
+    pub(super) to: u32,
+}
 
-    /// Whether a request has waited for earlier flights for so long that it leaves this flight without a wait.
-    fn is_over_before(&mut self, id: RequestId, flight: FlightId, computed: Tokens) -> bool {
-        let flights = self.remote.as_ref().map(|remote| &remote.flights);
-        let flight_of = flights.and_then(|flights| flights.get(flight));
-        let of_request = (&self.sessions.requests[id], &self.shares[id]);
-        if flight_of.is_some_and(|of| !self.is_late_for(of_request, of, computed)) {
-            return false;
-        }
-        if let Some(remote) = self.remote.as_deref_mut() {
-            remote.leave(flight, id, &mut self.residency);
-        }
-        self.shares[id].waits.gave_up = true;
-        true
-    }
+/// The segments to fetch, of those that a prompt lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::engine) enum Fetches {
+    All {
+        /// Gets in flight at once.
+        width: u32,
+        /// The predicted time of the gets, in nanoseconds; `None` without a prediction.
+        predicted_ns: Option<u64>,
+    },
+    /// This many of the first segments, for which no request waits, to measure the store.
+    Some(u32),
+    None,
+}
 
-    /// A request's flight has ended, or takes too long for it. The blocks that have arrived stay leased until the
-    /// request is answered.
-    fn note_flight(&mut self, id: RequestId, (flight, ns): (FlightId, NsId), computed: Tokens) {
-        let Some(remote) = self.remote.as_deref() else {
-            return;
-        };
-        let of = &remote.flights[flight];
-        let is_of_ns = of.chain.ns == ns && of.chain.instance == self.namespaces.instance(ns);
-        let came = (of.chain.found, of.reach(of.objects.arrived));
-        // A silent store costs a request its time limit only once.
-        let gave_up = is_of_ns && (!of.fate.is_over || of.fate.is_failed);
-        let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
-        let stop = match is_of_ns && !of.fate.is_over && !share.waits.gave_up {
-            true => self.flight_stop((state, share), of, computed),
-            false => None,
-        };
-        if let Some((stop, tokens)) = stop {
-            stop.count(FetchSource::Remote, tokens, &mut self.counters);
-        }
-        let share = &mut self.shares[id];
-        share.waits.gave_up |= gave_up;
-        share.is_left |= stop.is_some();
-        if is_of_ns && came.1 > came.0 {
-            share.from_remote = Some(match share.from_remote {
-                None => came,
-                Some((after, to)) => (after.min(came.0), to.max(came.1)),
-            });
-        }
-        if !is_of_ns {
-            self.leave_flight(id);
-        }
-    }
-
-    fn flight_goes_on(&self, flight: FlightId, ns: NsId) -> bool {
-        let flights = self.remote.as_ref().map(|remote| &remote.flights);
-        let flight = flights.and_then(|flights| flights.get(flight));
-        flight.is_some_and(|flight| !flight.fate.is_over && flight.chain.ns == ns)
-    }
-
-    /// Whether a request with `computed` tokens waits for a flight, and may continue to wait.
-    pub(in crate::engine) fn waits_for_flight(
-        &self,
-        (state, share): (&RequestState, &Share),
-        ns: NsId,
-        computed: Tokens,
-    ) -> bool {
-        let Some(flight) = share.waits.remote else {
-            return false;
-        };
-        self.flight_goes_on(flight, ns)
-            && !share.waits.gave_up
-            && !self.is_flight_late((state, share), computed)
-    }
-
-    /// Whether a request with a demanded lookup has waited for its flight for long enough.
-    fn is_flight_late(&self, of_request: (&RequestState, &Share), computed: Tokens) -> bool {
-        let flights = self.remote.as_ref().map(|remote| &remote.flights);
-        let flight = flights.zip(of_request.1.waits.remote);
-        let flight = flight.and_then(|(flights, id)| flights.get(id));
-        flight.is_none_or(|flight| self.is_late_for(of_request, flight, computed))
-    }
-
-    /// Whether a request with a demanded lookup has waited for long enough, if it waits for this flight.
-    fn is_late_for(
-        &self,
-        (state, share): (&RequestState, &Share),
-        flight: &Flight,
-        computed: Tokens,
-    ) -> bool {
-        let Some(since_ns) = share.waits.since_ns else {
-            return false;
-        };
-        let gain = || {
-            // A segment may end behind the prompt.
-            let reach = flight.progress().1 * self.hash_block_size_of(state);
-            let reach = reach.min(state.planned.end);
-            reach.saturating_sub(computed.0)
-        };
-        let stops = || self.flight_stop((state, share), flight, computed).is_some();
-        self.is_wait_over(&share.waits, since_ns, gain, stops)
-    }
-
-    /// Counts the tokens of a load that flights brought for its request.
-    pub(in crate::engine) fn count_remote_tokens(
-        &mut self,
-        id: RequestId,
-        hash_block_size: u32,
-        (computed, external): (Tokens, Tokens),
-    ) {
-        let brought = self.shares[id].from_remote;
-        if let Some((after, to)) = brought {
-            let from = computed.0.max(after * hash_block_size);
-            let end = (computed.0 + external.0).min(to * hash_block_size);
-            self.counters.remote_hit_tokens += u64::from(end.saturating_sub(from));
-        }
+impl Wanted {
+    /// The tokens between which the blocks lie that the tiers lack, of those after `computed` and before `end`. `size`:
+    /// tokens of a hash block.
+    pub(in crate::engine) fn tokens(&self, size: u32, computed: u32, end: u32) -> (u32, u32) {
+        let to = (self.to * size).min(end);
+        // The blocks that a draft model drops lie behind the end.
+        ((self.from * size).max(computed).min(to), to)
     }
 }
 
 impl Remote {
     /// The hash blocks that a prompt lacks, and the flight that brings the first of them. `None` if the store does not
     /// help.
-    fn wanted(
+    pub(in crate::engine) fn wanted(
         &mut self,
         ns: NsId,
         (request, ends): (&LookupRequest<'_>, HitEnds),
@@ -256,6 +98,41 @@ impl Remote {
             return None;
         }
         Some((wanted, under_way))
+    }
+
+    /// Joins or begins the flight that brings the first of the segments that a prompt lacks. `None` if the request shall
+    /// not wait for any.
+    pub(in crate::engine) fn fetch(
+        &mut self,
+        id: RequestId,
+        ns: NsId,
+        request: &LookupRequest<'_>,
+        (wanted, ends): (Wanted, HitEnds),
+        fetches: Fetches,
+        parts: &mut EngineParts<'_>,
+    ) -> Option<FlightId> {
+        let segments = match fetches {
+            Fetches::None => return None,
+            Fetches::Some(segments) => segments.min(wanted.segments),
+            Fetches::All { .. } => wanted.segments,
+        };
+        let wanted = Wanted { segments, ..wanted };
+        let flight = self.join(id, ns, request, (wanted, ends.align), parts)?;
+        let of = &mut self.flights[flight];
+        let is_new = of.waiters == [id] && of.sent_ns == 0 && of.began_ns == parts.now_ns;
+        match fetches {
+            Fetches::All {
+                width,
+                predicted_ns,
+            } if is_new => (of.objects.width, of.predicted_ns) = (width, predicted_ns),
+            Fetches::All { .. } => {}
+            Fetches::Some(_) | Fetches::None => {
+                of.fate.is_measure = true;
+                self.leave(flight, id, parts.residency);
+                return None;
+            }
+        }
+        Some(flight)
     }
 
     /// Joins the flight that brings the first missing part of a prompt, or begins a flight. `None` if the store does
@@ -342,7 +219,12 @@ impl Remote {
     }
 
     /// Ends a request's wait for a flight.
-    pub(super) fn leave(&mut self, id: FlightId, request: RequestId, residency: &mut Residency) {
+    pub(in crate::engine) fn leave(
+        &mut self,
+        id: FlightId,
+        request: RequestId,
+        residency: &mut Residency,
+    ) {
         let Some(flight) = self.flights.get_mut(id) else {
             return;
         };
@@ -567,4 +449,94 @@ fn lowest_need(spec: &NamespaceSpec, boundary: u32) -> u32 {
     });
     let needed = optional.map(|group| spec.needed_after(group, boundary));
     needed.min().unwrap_or(boundary).min(boundary - 1)
+}
+
+/// How long flights take.
+impl Remote {
+    /// How long a flight takes, by the gets in flight at once, the most first. With more of them a flight is faster, but
+    /// each get ends later. `(from, to)`: [`Wanted::tokens`].
+    pub(in crate::engine) fn readings(
+        &self,
+        (wanted, under_way): (&Wanted, Option<FlightId>),
+        (size, (from, to)): (u32, (u32, u32)),
+        rates: &RemoteRates,
+        now_ns: u64,
+    ) -> [(u32, Reading); 4] {
+        let segment = wanted.space.hash_blocks * size;
+        // A part of a window or state is of no use.
+        let block = if wanted.space.is_hybrid {
+            to - from
+        } else {
+            segment
+        };
+        let at_once = (self.get_window.bytes() / wanted.space.bytes) as u32;
+        let most = wanted.segments.min(at_once).max(1);
+        [1, 2, 4, 8].map(|part| {
+            let width = (most / part).max(1);
+            let reading = Reading {
+                block,
+                together: block.saturating_mul(width),
+                ..self.reading(wanted, under_way, width, rates, now_ns)
+            };
+            (width, reading)
+        })
+    }
+
+    fn reading(
+        &self,
+        wanted: &Wanted,
+        under_way: Option<FlightId>,
+        width: u32,
+        rates: &RemoteRates,
+        now_ns: u64,
+    ) -> Reading {
+        let is_hybrid = wanted.space.is_hybrid;
+        let (first_ns, all_ns) = rates.wait_ns(&Fetch {
+            ahead: self.ahead_of(under_way),
+            segments: wanted.segments,
+            bytes: wanted.space.bytes,
+            width,
+            is_probed: is_hybrid || wanted.segments > FETCHED,
+            silent_ns: self.silent_ns(now_ns),
+        });
+        Reading {
+            first_ns: if is_hybrid { all_ns } else { first_ns },
+            all_ns,
+            block: 0,
+            together: 0,
+            is_prefetch: false,
+            present: rates.present(),
+            absent_ns: rates.absent_ns(),
+            is_known: rates.is_known(),
+            is_old: under_way.is_none() && self.reads == 0 && rates.is_old(now_ns),
+        }
+    }
+
+    /// Nanoseconds until all segments of a flight have arrived.
+    pub(in crate::engine) fn rest_ns(
+        &self,
+        flight: &Flight,
+        rates: &RemoteRates,
+        now_ns: u64,
+    ) -> f64 {
+        let unsent = flight.unsent();
+        let (_, all_ns) = rates.wait_ns(&Fetch {
+            ahead: 0,
+            segments: unsent + flight.objects.gets,
+            bytes: flight.chain.space.bytes,
+            width: flight.objects.width,
+            is_probed: !flight.is_searched(),
+            silent_ns: self.silent_ns(now_ns),
+        });
+        if unsent > 0 || flight.sent_ns == 0 {
+            return all_ns;
+        }
+        // A get that takes longer than predicted is expected to take as long again.
+        let since_ns = (now_ns - flight.sent_ns.min(now_ns)) as f64;
+        if since_ns < all_ns {
+            all_ns - since_ns
+        } else {
+            since_ns
+        }
+    }
 }

@@ -17,6 +17,7 @@ use crate::policy::Leaf;
 use crate::slots::{Class, Owner, Run, slot_offset};
 use crate::work;
 
+use super::progress::{Emptying, Moves, PageMove};
 use super::state::{Region, Residency};
 
 /// Candidates in each set of each other size class around which a class looks for a run.
@@ -32,54 +33,6 @@ const VAIN_MAX: u32 = 16;
 /// A run is kept for a class that does not ask any more until other classes have asked as often as a sixteenth of the
 /// slots in use, within these limits.
 const OTHERS: std::ops::RangeInclusive<u64> = 16..=4096;
-
-/// The run of pages of one region that is being emptied, or is empty, for a size class.
-#[derive(Debug, Default)]
-pub(super) struct PageMove {
-    /// The run that is being emptied.
-    emptying: Option<Emptying>,
-    /// The class that the run is for, or that the last run was for.
-    class: Class,
-    /// The class was refused a slot, and waits for the run.
-    waits: bool,
-    /// How often other classes have asked since the class asked last.
-    others: u64,
-    /// Number of the run to look at next, beside those around candidates.
-    next: u64,
-    /// Number of slots freed in the tier when the last run could not be had.
-    in_vain: Option<u64>,
-    /// Runs in a row that could not be had.
-    vain: u32,
-    /// Nodes that the present entry may still look at.
-    visits: usize,
-}
-
-/// A run that is being emptied. It is closed: no slot of the run is allocated.
-#[derive(Debug)]
-struct Emptying {
-    run: Run,
-    /// The first unit whose page was not looked at.
-    unit: u32,
-    /// Payloads of the page that is being emptied.
-    left: Vec<Owner>,
-}
-
-/// Counters of pages that moved between size classes since the start.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Moves {
-    /// Runs of pages that another class got.
-    pub runs: u64,
-    /// Payloads evicted from runs while others depended on them.
-    pub gaps: u64,
-    /// Payloads of gaps that were saved again.
-    pub filled_gaps: u64,
-}
-
-impl PageMove {
-    fn spend(&mut self, visits: usize) {
-        self.visits = self.visits.saturating_sub(visits);
-    }
-}
 
 impl Residency {
     fn page_move(&self, region: Region) -> &PageMove {

@@ -7,8 +7,6 @@
 //! A node that has no required payload, above a payload on disk, gets a placeholder record: without it, a restart could
 //! not find the payload.
 
-use std::collections::VecDeque;
-
 use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId, NsId, Reach, Tier};
 use crate::key::HashSource;
 use crate::work;
@@ -302,39 +300,6 @@ impl Residency {
     }
 }
 
-/// The nodes that have not been marked yet.
-#[derive(Debug)]
-pub(super) struct Rest {
-    /// Number of nodes that the present entry may still mark.
-    left: usize,
-    /// Nodes that may become visible, each with the siblings behind it. When a node leaves the index, its next sibling
-    /// takes its place.
-    hidden: Vec<NodeId>,
-}
-
-impl Rest {
-    /// No nodes, and no limit until [`Residency::allow_rest`].
-    pub(super) fn new() -> Self {
-        Self {
-            left: usize::MAX,
-            hidden: Vec::new(),
-        }
-    }
-
-    /// Whether the entry may mark one node more, which counts from now on.
-    pub(super) fn take(&mut self) -> bool {
-        let may = self.left > 0;
-        self.left -= usize::from(may);
-        may
-    }
-
-    /// The first node of each series of siblings.
-    #[cfg(feature = "check")]
-    pub(super) fn hidden(&self) -> impl Iterator<Item = NodeId> {
-        self.hidden.iter().copied()
-    }
-}
-
 impl Residency {
     /// Allows the entry of the engine that begins now to mark this many nodes.
     pub(in crate::engine) fn allow_rest(&mut self, nodes: usize) {
@@ -367,13 +332,6 @@ impl Residency {
             *first != NONE
         });
     }
-}
-
-/// Chains of which some nodes wait for their records.
-#[derive(Debug, Default)]
-pub(super) struct Placeholders {
-    /// The deepest node that waits of each chain, with its epoch, and the directory.
-    later: VecDeque<(NodeId, u32, DeviceIndex)>,
 }
 
 impl Residency {

@@ -9,7 +9,7 @@ use crate::key::BlockHash;
 use crate::policy::{HIT_CLASSES, PolicyKind};
 use crate::slots::{Owner, Place, slot_offset};
 
-use super::page_moves::PageMove;
+use super::progress::PageMove;
 use super::state::{Region, Residency, new_policy};
 
 /// A sound record of a known namespace.

@@ -5,10 +5,6 @@
 //! all nodes removes those without a recent use, from the leaves up. If bytes on disk are to be erased, their slots
 //! become free only when the erasure has ended.
 
-use std::collections::{BTreeMap, VecDeque};
-
-use rustc_hash::FxHashSet;
-
 use crate::disk::Disk;
 use crate::forest::{DeviceIndex, DiskState, NONE, NodeId, NsId, Tier};
 use crate::io::IoFault;
@@ -17,38 +13,6 @@ use crate::work;
 
 use super::slots::Loss;
 use super::state::{Leaving, Region, Residency};
-
-/// The removals under way.
-///
-/// Invariants: the root of a subtree is detached, and has children; all nodes of the subtree are below it.
-#[derive(Debug, Default)]
-pub(super) struct Removals {
-    /// Namespaces that have ended.
-    namespaces: VecDeque<NsId>,
-    /// Roots of subtrees, with their epochs.
-    pub(super) subtrees: VecDeque<(NodeId, u32)>,
-    /// Nodes to be reconciled, with their epochs, because nodes below were removed.
-    bare: VecDeque<(NodeId, u32)>,
-    /// Directories that were given up, and the first node that was not looked at yet.
-    devices: VecDeque<(DeviceIndex, NodeId)>,
-    /// A node on the way to the next leaf to remove, and its epoch.
-    cursor: Option<(NodeId, u32)>,
-}
-
-impl Removals {
-    fn is_empty(&self) -> bool {
-        self.namespaces.is_empty()
-            && self.subtrees.is_empty()
-            && self.bare.is_empty()
-            && self.devices.is_empty()
-    }
-
-    /// Whether a node is to be reconciled.
-    #[cfg(feature = "check")]
-    pub(super) fn is_bare(&self, id: NodeId) -> bool {
-        self.bare.iter().any(|&(bare, _)| bare == id)
-    }
-}
 
 impl Residency {
     /// Whether a namespace has ended, and its nodes wait for their removal.
@@ -252,15 +216,6 @@ impl Residency {
     }
 }
 
-/// Payloads that an order has taken out of the index, by tier, and their bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(in crate::engine) struct ClearTotals {
-    /// Number of the order.
-    pub(in crate::engine) order: u64,
-    pub(in crate::engine) blocks: [u64; 2],
-    pub(in crate::engine) bytes: [u64; 2],
-}
-
 /// The progress of a pass.
 #[derive(Clone, Debug)]
 pub(in crate::engine) struct Sweep {
@@ -410,79 +365,6 @@ impl Residency {
 
 /// At this number of pending erasures of directories that answer, no further node is removed.
 const QUEUED_MAX: usize = 512;
-
-/// Payloads whose bytes are to be erased, or are being erased.
-///
-/// Invariant: each payload leases its node, which has left the index; each payload is on disk.
-#[derive(Debug, Default)]
-pub(in crate::engine) struct Erasures {
-    /// The payloads whose erasure has not started, by directory.
-    queues: BTreeMap<DeviceIndex, VecDeque<(NodeId, u8)>>,
-    /// All of the payloads.
-    pending: FxHashSet<(NodeId, u8)>,
-    /// Bytes erased since the start: the medium was told.
-    pub(in crate::engine) bytes: u64,
-    /// By directory: bytes erased since the last sync began, and bytes whose sync is under way.
-    unsynced: BTreeMap<DeviceIndex, (u64, u64)>,
-    /// Writes whose bytes were not erased.
-    pub(in crate::engine) failures: u64,
-    /// The bytes of nodes whose last use was at this tick or before are erased, by an order whose pass is not over.
-    pub(in crate::engine) until: Option<u64>,
-}
-
-impl Erasures {
-    pub(in crate::engine) fn len(&self) -> usize {
-        self.pending.len()
-    }
-
-    /// Takes the first payload of a directory whose erasure has not started. The caller starts or ends the erasure.
-    pub(in crate::engine) fn take(&mut self, device: DeviceIndex) -> Option<(NodeId, u8)> {
-        self.queues.get_mut(&device)?.pop_front()
-    }
-
-    /// Whether a directory has erased bytes whose sync has not begun.
-    pub(in crate::engine) fn needs_sync(&self, device: DeviceIndex) -> bool {
-        let of = self.unsynced.get(&device);
-        of.is_some_and(|&(waiting, syncing)| waiting > 0 && syncing == 0)
-    }
-
-    /// Whether a directory has erasures of which its medium may not know.
-    pub(in crate::engine) fn is_unsynced(&self, device: DeviceIndex) -> bool {
-        self.unsynced.contains_key(&device)
-    }
-
-    /// Whether the medium was told of all erasures.
-    pub(in crate::engine) fn is_durable(&self) -> bool {
-        self.pending.is_empty() && self.unsynced.is_empty()
-    }
-
-    /// A sync of a data file begins.
-    pub(in crate::engine) fn sync_begins(&mut self, device: DeviceIndex) {
-        if let Some((waiting, syncing)) = self.unsynced.get_mut(&device) {
-            *syncing = std::mem::take(waiting);
-        }
-    }
-
-    /// A sync of a data file has ended.
-    pub(in crate::engine) fn sync_ended(&mut self, device: DeviceIndex, ok: bool) {
-        let Some((mut waiting, syncing)) = self.unsynced.remove(&device) else {
-            return;
-        };
-        match ok {
-            true => self.bytes += syncing,
-            false => waiting += syncing,
-        }
-        if waiting > 0 {
-            self.unsynced.insert(device, (waiting, 0));
-        }
-    }
-
-    /// The payloads, each of which leases its node.
-    #[cfg(feature = "check")]
-    pub(in crate::engine) fn iter(&self) -> impl Iterator<Item = (NodeId, u8)> {
-        self.pending.iter().copied()
-    }
-}
 
 impl Residency {
     /// Erasures that have not started, of the directories that answer: the erasures of a directory that hangs wait

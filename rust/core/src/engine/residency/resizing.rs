@@ -4,13 +4,12 @@
 //! Where no page can be emptied, leaves are evicted, down to half of the size at most: a payload with too many nodes
 //! below keeps its page.
 
-use std::collections::VecDeque;
-
 use crate::forest::DeviceIndex;
 use crate::metrics::Counters;
 use crate::policy::Leaf;
 use crate::slots::{Class, Run};
 
+use super::progress::Resizing;
 use super::state::{Region, Residency};
 
 /// Most pages that one entry withholds or puts back, and most leaves that it evicts.
@@ -21,24 +20,6 @@ const PAUSE_NS: u64 = 1_000_000_000;
 const PIECE_BYTES: u64 = 8 << 20;
 /// The smallest size of a region, in pages of the largest size.
 const PAGES_MIN: u64 = 4;
-
-/// One region whose size was set.
-///
-/// Invariant: these runs are exactly the withheld runs.
-#[derive(Debug, Default)]
-pub(super) struct Resizing {
-    /// Bytes that the region may have; `None` for its largest size.
-    target: Option<u64>,
-    /// Pages that wait to be returned to the system.
-    waiting: VecDeque<Run>,
-    /// The page that is being returned to the system, and how many bytes of it were returned.
-    releasing: Option<(Run, u64)>,
-    /// Pages that were returned to the system, and pages that could not be returned.
-    released: Vec<Run>,
-    kept: Vec<Run>,
-    kept_bytes: u64,
-    next_ns: u64,
-}
 
 /// The size of a tier, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -343,11 +324,5 @@ impl Residency {
             slots.withheld_bytes()
         );
         Ok(())
-    }
-}
-
-impl Resizing {
-    fn is_releasing(&self) -> bool {
-        self.releasing.is_some() || !self.waiting.is_empty()
     }
 }

@@ -14,10 +14,9 @@ use crate::slots::{Class, Slots, page_bytes_for, slot_offset};
 
 use super::super::changes::{Change, Changes};
 use super::super::config::EngineConfig;
-use super::page_moves::{Moves, PageMove};
-use super::reach::{Placeholders, Rest};
-use super::removal::{ClearTotals, Erasures, Removals};
-use super::resizing::Resizing;
+use super::progress::{
+    ClearTotals, Erasures, Moves, PageMove, Placeholders, Removals, Resizing, Rest,
+};
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
 const BLOCK_BYTES_LOG2: u32 = 16;

@@ -10,8 +10,8 @@ use crate::disk::format::{
 use crate::disk::{DeviceImage, Table};
 use crate::forest::{DeviceIndex, NsId};
 
-use super::coordinator::Engine;
-use super::residency::{Adoption, FoundRecord};
+use super::super::residency::{Adoption, FoundRecord};
+use super::engine::Engine;
 
 /// Records that are looked at before the first of them is taken over.
 const RECORDS_AHEAD: usize = 32;

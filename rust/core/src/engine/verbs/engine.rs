@@ -6,30 +6,29 @@ use crate::forest::{NONE, NsId};
 use crate::io::IoFault;
 use crate::key::NamespaceDigest;
 use crate::metrics::{Counters, Gauges, Order};
-use crate::session::{GiveUp, SessionSpec, TransferEnd};
+use crate::session::{BlockEvents, GiveUp, SessionSpec, TransferEnd};
 
-use super::ages::Ages;
-use super::changes::Change;
-use super::checksums::Checksums;
-use super::clear::Clearing;
-use super::config::EngineConfig;
-use super::events::Feeds;
-use super::explain::LastLookups;
-use super::fetch::Shares;
-use super::hints::Hints;
-use super::ids::{RequestId, SessionId, TransferKey};
-use super::load::id_of;
-use super::namespaces::Namespaces;
-use super::operations::Operations;
-use super::parts::EngineParts;
-use super::pins::Pins;
-use super::planner::Planner;
-use super::promotions::{PromotionEnd, Promotions};
-use super::remote::Remote;
-use super::residency::{Moves, Residency};
-use super::retention::Retention;
-use super::sessions::Sessions;
-use super::writeback::WriteBack;
+use super::super::ages::Ages;
+use super::super::changes::Change;
+use super::super::checksums::Checksums;
+use super::super::clear::Clearing;
+use super::super::config::EngineConfig;
+use super::super::events::{FeedOf, Feeds};
+use super::super::explain::LastLookups;
+use super::super::fetch::Shares;
+use super::super::hints::Hints;
+use super::super::ids::{RequestId, SessionId, TransferKey, id_of};
+use super::super::namespaces::Namespaces;
+use super::super::operations::Operations;
+use super::super::parts::EngineParts;
+use super::super::pins::Pins;
+use super::super::planner::Planner;
+use super::super::promotions::{PromotionEnd, Promotions};
+use super::super::remote::Remote;
+use super::super::residency::{Moves, Residency};
+use super::super::retention::Retention;
+use super::super::sessions::Sessions;
+use super::super::writeback::WriteBack;
 
 /// The engine. See the module's description.
 #[derive(Debug)]
@@ -368,5 +367,46 @@ impl Engine {
     pub fn health(&self) -> Vec<(Health, Option<IoFault>)> {
         let disks = self.residency.disks().iter();
         disks.map(|disk| disk.health.report()).collect()
+    }
+}
+
+impl Engine {
+    /// Some of the payloads that have come to the tiers of a session's namespace, or left them, since the last call.
+    /// The first call begins with the payloads in the tiers, and so does a call that asks for a `restart`.
+    pub fn take_events(&mut self, session: SessionId, restart: bool) -> BlockEvents {
+        let Some(of) = self.feed_of(session) else {
+            return BlockEvents::default();
+        };
+        // The replay goes on: changes before this are of the nodes that have been told until now.
+        self.tell_listeners();
+        self.residency.changes.has_feeds = true;
+        let (remote, namespaces) = (self.remote.as_deref(), &self.namespaces);
+        self.feeds
+            .take((session, of), restart, &self.residency, |from, events| {
+                remote.map_or(u64::MAX, |remote| {
+                    remote.replay_told(of.ns, from, namespaces, events)
+                })
+            })
+    }
+
+    /// Ends the feed of a session.
+    pub(super) fn close_feed(&mut self, session: SessionId) {
+        self.feeds.close(session);
+        self.residency.changes.has_feeds = !self.feeds.is_empty();
+    }
+
+    /// Whether [`Engine::take_events`] would return events for a session.
+    pub fn has_events(&self, session: SessionId) -> bool {
+        self.feeds.has_some(session, self.feed_of(session))
+    }
+
+    fn feed_of(&self, session: SessionId) -> Option<FeedOf> {
+        let ns = self.sessions.get(session)?.ns;
+        let digest = *self.namespaces.digest(ns);
+        Some(FeedOf {
+            ns,
+            instance: self.namespaces.instance(ns),
+            digest: (!self.namespaces.is_private(ns)).then_some(digest),
+        })
     }
 }

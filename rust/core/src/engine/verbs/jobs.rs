@@ -9,13 +9,13 @@ use crate::forest::DeviceIndex;
 use crate::io::{ChecksumRequest, IoRequest, IoRoom};
 use crate::remote::RemoteRequest;
 
-use super::checksums::SAVED_LOOKED_AT;
-use super::clear::ERASURES;
-use super::config::EngineConfig;
-use super::coordinator::Engine;
-use super::hints::DEMOTED_MAX;
-use super::promotions::REQUESTS_LOOKED_AT;
-use super::writeback::WRITES_LOOKED_AT;
+use super::super::checksums::SAVED_LOOKED_AT;
+use super::super::clear::ERASURES;
+use super::super::config::EngineConfig;
+use super::super::promotions::REQUESTS_LOOKED_AT;
+use super::super::writeback::WRITES_LOOKED_AT;
+use super::engine::Engine;
+use super::hint::DEMOTED_MAX;
 
 /// Makes functions over all jobs from the table below. Each row becomes direct calls: calls through pointers would be a
 /// quarter of a short entry.

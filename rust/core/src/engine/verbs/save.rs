@@ -11,12 +11,11 @@ use crate::key::{BlockHash, HashSource};
 use crate::namespace::GroupKind;
 use crate::session::{Extent, Offer, SaveRequest, TransferId, append_extents};
 
-use super::coordinator::Engine;
-use super::ids::{RequestId, SessionId, TransferKey};
-use super::load::id_of;
-use super::residency::Region;
-use super::save_cursor::{BlockOffers, Gaps, Offers, SaveCursor};
-use super::sessions::{SaveTransfer, TransferKind, TransferState};
+use super::super::ids::{RequestId, SessionId, TransferKey, id_of};
+use super::super::residency::Region;
+use super::super::save_cursor::{BlockOffers, Gaps, Offers, SaveCursor};
+use super::super::sessions::{SaveTransfer, TransferKind, TransferState};
+use super::engine::Engine;
 
 /// The slots that a worker copies to.
 #[derive(Clone, Debug, PartialEq, Eq)]

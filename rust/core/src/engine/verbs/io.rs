@@ -1,12 +1,13 @@
 //! Requests to the device, and the effects of their completions.
 
 use crate::forest::{DeviceIndex, NodeId};
-use crate::io::{IoCompletion, IoFault, IoRequest};
+use crate::io::{ChecksumRequest, IoCompletion, IoFault, IoRequest};
 
-use super::coordinator::Engine;
-use super::operations::Purpose;
-use super::promotions::count_read;
-use super::writeback::table_write_ended;
+use super::super::checksums::drop_changed;
+use super::super::operations::Purpose;
+use super::super::promotions::count_read;
+use super::super::writeback::table_write_ended;
+use super::engine::Engine;
 
 /// How many operations are in flight, on all devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -289,5 +290,38 @@ impl Engine {
                 residency.give_up_disk(device);
             }
         }
+    }
+}
+
+impl Engine {
+    /// Moves the checksums to compute now to `out`. At most `looked_at` of the payloads that were saved are looked at.
+    /// `bytes`: as much as the caller computes before the next turn.
+    pub(super) fn next_checksums(
+        &mut self,
+        looked_at: usize,
+        bytes: u32,
+        out: &mut Vec<ChecksumRequest>,
+    ) {
+        let (residency, operations) = (&mut self.residency, &mut self.operations);
+        self.checksums
+            .start_saved(looked_at, u64::from(bytes), residency, operations);
+        out.append(&mut self.checksums.started);
+    }
+
+    /// Whether the engine compares checksums of saved payloads at all.
+    pub(super) fn needs_checksums(&self) -> bool {
+        self.config.verify_host || !self.residency.disks().is_empty() || self.remote.is_some()
+    }
+
+    /// Takes the checksum that was computed of a payload in the arena.
+    pub(super) fn checksum_ended(&mut self, node: NodeId, group: u8, result: Result<u64, IoFault>) {
+        self.checksums.end(node, group);
+        let is_same = result.is_ok_and(|found| self.residency.is_unchanged(node, group, found));
+        if !is_same && result.is_ok() {
+            drop_changed(node, &mut self.residency, &mut self.counters);
+        }
+        self.residency.unpin(node);
+        let (promotions, mut parts) = self.promotions();
+        promotions.read_ended(node, group, is_same, &mut parts);
     }
 }

@@ -1,10 +1,11 @@
 //! Resets, which drop everything of a namespace durably, and the private sessions that follow them.
 
-use super::coordinator::Engine;
-use super::ids::SessionId;
 use crate::forest::NsId;
 use crate::metrics::Order;
 use crate::namespace::NamespaceSpec;
+
+use super::super::ids::SessionId;
+use super::engine::Engine;
 
 impl Engine {
     /// Drops all blocks of a session's namespace. From now on no lookup finds any of them. No restart finds them once

@@ -5,10 +5,9 @@ use crate::forest::{NONE, NodeId};
 use crate::namespace::GroupKind;
 use crate::session::{Extent, Tokens, TransferId};
 
-use super::coordinator::Engine;
-use super::fetch::LastAnswer;
-use super::ids::{RequestId, SessionId};
-use super::load::id_of;
+use super::super::fetch::LastAnswer;
+use super::super::ids::{RequestId, SessionId, id_of};
+use super::engine::Engine;
 
 /// The places of the payloads of a hit, listed from the end of the hit to its beginning.
 #[derive(Clone, Debug)]

@@ -7,12 +7,12 @@ use crate::key::{BlockHash, NamespaceDigest};
 use crate::session::BlockEvent;
 use crate::slots::slot_offset;
 
-use super::coordinator::Engine;
-use super::ensure::ensure;
-use super::ids::SessionId;
-use super::operations::Purpose;
-use super::residency::LeaseCounts;
-use super::sessions::TransferKind;
+use super::super::ensure::ensure;
+use super::super::ids::SessionId;
+use super::super::operations::Purpose;
+use super::super::residency::LeaseCounts;
+use super::super::sessions::TransferKind;
+use super::engine::Engine;
 
 /// A payload in the tiers.
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,6 @@
 //! Loads: workers copy a hit's payloads from the arena to the device.
 
-use slotmap::{Key, KeyData};
+use slotmap::KeyData;
 
 use crate::forest::{NONE, NodeId};
 use crate::metrics::Counters;
@@ -8,10 +8,10 @@ use crate::session::{
     Extent, GiveUp, Load, SessionToken, Sources, Tokens, TransferEnd, TransferId,
 };
 
-use super::coordinator::Engine;
-use super::fetch::LastAnswer;
-use super::ids::{RequestId, SessionId, TransferKey};
-use super::sessions::{TransferKind, TransferState};
+use super::super::fetch::LastAnswer;
+use super::super::ids::{RequestId, SessionId, TransferKey, id_of};
+use super::super::sessions::{TransferKind, TransferState};
+use super::engine::Engine;
 
 impl Engine {
     /// Begins the load of `external` tokens after `computed`, see
@@ -230,9 +230,4 @@ fn count_end(counters: &mut Counters, is_load: bool, end: TransferEnd) {
         (false, TransferEnd::GivenUp(GiveUp::Retry)) => &mut counters.given_up_saves_retry,
     };
     *counter += 1;
-}
-
-/// A transfer's name outside of the engine.
-pub(super) fn id_of(key: TransferKey) -> TransferId {
-    TransferId(key.data().as_ffi())
 }

@@ -8,13 +8,13 @@ use crate::forest::{NONE, NodeId, NsId};
 use crate::key::HashSource;
 use crate::session::{Hit, Lookup, LookupRequest, Priority, Tokens};
 
-use super::coordinator::Engine;
-use super::fetch::{LastAnswer, Reads, Share};
-use super::ids::{RequestId, SessionId};
-use super::lookup_cursor::{Ending, FoundChain, LookupCursor, SearchSpan};
-use super::planner::FetchSource;
-use super::promotions::PromotionEnd;
-use super::requests::{RequestState, needs_hit, tokens_of};
+use super::super::fetch::{LastAnswer, Reads, Share};
+use super::super::ids::{RequestId, SessionId};
+use super::super::lookup_cursor::{Ending, FoundChain, LookupCursor, SearchSpan};
+use super::super::planner::FetchSource;
+use super::super::promotions::PromotionEnd;
+use super::super::requests::{RequestState, needs_hit, tokens_of};
+use super::engine::Engine;
 
 /// Promotions that one lookup may start before it is answered: payloads may be evicted or lost again and again.
 const PROMOTIONS_MAX: u32 = 3;
