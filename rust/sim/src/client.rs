@@ -11,9 +11,8 @@ use undercroft_core::session::{
 };
 
 use crate::content::hash_of;
-use crate::hints::RouterIndex;
 use crate::model::HASH_BLOCK;
-use crate::participants::{ClientHit, ClientRequest, SimClient};
+use crate::participants::{ClientHit, ClientRequest, RouterIndex, SimClient};
 use crate::settings::DEPARTURES;
 use crate::world::World;
 

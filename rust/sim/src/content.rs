@@ -1,5 +1,7 @@
 //! The contents of payloads, with one word for each sector of 512 bytes.
 
+use undercroft_core::cipher::Binding;
+use undercroft_core::io::IoFault;
 use undercroft_core::key::BlockHash;
 
 use crate::random::mix;
@@ -51,4 +53,36 @@ pub(crate) fn sectors(bytes: u64) -> usize {
 /// The checksum of the payload in these sectors.
 pub(crate) fn checksum(tokens: &[Token]) -> u64 {
     tokens.iter().fold(0, |sum, &token| mix(sum, token))
+}
+
+/// A word that differs with every part of a binding, and with the key.
+fn mask(key: u64, binding: &Binding) -> u64 {
+    let bytes = binding.namespace.iter().chain(&*binding.associated);
+    bytes.fold(key, |sum, &byte| mix(sum, u64::from(byte)))
+}
+
+/// The sectors of an encrypted payload in a slot of `sectors`; its seal is in the last one.
+pub(crate) fn seal(plain: &[Token], sectors: usize, key: u64, binding: &Binding) -> Vec<Token> {
+    assert!(plain.len() < sectors, "the seal has a sector of its own");
+    let mask = mask(key, binding);
+    let mut stored = vec![0; sectors];
+    for (at, (to, &from)) in (0u64..).zip(stored.iter_mut().zip(plain)) {
+        *to = from ^ mix(mask, at);
+    }
+    stored[sectors - 1] = mix(mask, checksum(plain));
+    stored
+}
+
+/// Decrypts the payload of `sectors` in an encrypted slot.
+pub(crate) fn unseal(
+    stored: &[Token],
+    sectors: usize,
+    key: u64,
+    binding: &Binding,
+) -> Result<Vec<Token>, IoFault> {
+    let mask = mask(key, binding);
+    let encrypted = (0u64..).zip(&stored[..sectors]);
+    let plain: Vec<Token> = encrypted.map(|(at, &of)| of ^ mix(mask, at)).collect();
+    let is_right = stored.last() == Some(&mix(mask, checksum(&plain)));
+    is_right.then_some(plain).ok_or(IoFault::Cipher)
 }

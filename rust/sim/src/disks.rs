@@ -6,10 +6,9 @@ use undercroft_core::disk::DeviceImage;
 use undercroft_core::io::{FileKind, IO_ALIGN, IoCompletion, IoFault, IoRequest, SealedTransfer};
 
 use crate::arena::{Hand, SimArena};
-use crate::content::{SECTOR, Token, checksum, sectors};
+use crate::content::{SECTOR, Token, checksum, seal, sectors, unseal};
 use crate::device::{Persisted, SimDevice, Write};
 use crate::random::Random;
-use crate::surroundings::{seal, unseal};
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;

@@ -6,45 +6,10 @@ use undercroft_core::metrics::Counters;
 use undercroft_core::session::{GiveUp, TransferEnd, TransferId};
 
 use crate::content::hash_of;
-use crate::participants::SimClient;
 use crate::world::World;
 
 /// Ended transfers whose acknowledgement may come again.
 const REPEATED: usize = 32;
-
-/// The ends of transfers in one life.
-#[derive(Debug, Default)]
-pub(crate) struct Ends {
-    /// Some of the transfers that have ended.
-    known: Vec<TransferId>,
-    failed_saves: u64,
-    /// Numbers of transfers that were given up, by direction and reason.
-    given_up: BTreeMap<(&'static str, &'static str), u64>,
-}
-
-impl Ends {
-    fn count(&mut self, direction: &'static str, end: TransferEnd) {
-        let reason = match end {
-            TransferEnd::Done => return,
-            TransferEnd::Failed => {
-                self.failed_saves += u64::from(direction == "save");
-                return;
-            }
-            TransferEnd::GivenUp(GiveUp::Reset) => "reset",
-            TransferEnd::GivenUp(GiveUp::Weights) => "weights",
-            TransferEnd::GivenUp(GiveUp::Closed) => "closed",
-            TransferEnd::GivenUp(GiveUp::Retry) => "retry",
-        };
-        *self.given_up.entry((direction, reason)).or_insert(0) += 1;
-    }
-
-    /// A session is closed: its transfers are given up.
-    pub(crate) fn count_closed(&mut self, session: &SimClient) {
-        let end = TransferEnd::GivenUp(GiveUp::Closed);
-        session.loads.iter().for_each(|_| self.count("load", end));
-        session.saves.iter().for_each(|_| self.count("save", end));
-    }
-}
 
 impl World {
     /// The end of some copies: few fail, and few are given up.

@@ -8,30 +8,15 @@ use undercroft_core::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
 use undercroft_core::key::BlockHash;
 use undercroft_core::metrics::Counters;
 use undercroft_core::namespace::GroupKind;
-use undercroft_core::session::{BlockEvent, BlockEvents, Tokens};
+use undercroft_core::session::Tokens;
 
 use crate::model::HASH_BLOCK;
+use crate::participants::{SimPin, SimPins, payload_named};
 use crate::world::World;
 
 const MILLISECOND: u64 = 1_000_000;
 /// The longest time to live of a pin.
 pub(crate) const TTL_MAX_NS: u64 = 5_000 * MILLISECOND;
-
-/// A pin, and the payloads that it keeps.
-#[derive(Debug)]
-pub(crate) struct SimPin {
-    namespace: usize,
-    epoch: u64,
-    payloads: Vec<(BlockHash, u8)>,
-    ends_ns: u64,
-}
-
-/// The pins of one life, unless a pin has ended before its time.
-#[derive(Debug, Default)]
-pub(crate) struct SimPins {
-    pins: Vec<SimPin>,
-    ended: u64,
-}
 
 /// Number of pins that have ended before their time, and of payloads that devices have lost.
 fn ended_early(counters: &Counters) -> u64 {
@@ -44,13 +29,6 @@ fn ended_early(counters: &Counters) -> u64 {
         + counters.decryption_failures
         + counters.read_failures
         + counters.write_failures
-}
-
-impl SimPins {
-    /// A namespace was cleared: its pins have lost their blocks.
-    pub(crate) fn forget(&mut self, namespace: usize) {
-        self.pins.retain(|pin| pin.namespace != namespace);
-    }
 }
 
 impl World {
@@ -177,42 +155,6 @@ impl World {
 /// More calls than all events need.
 const CALLS_MAX: usize = 200;
 
-/// The index of a router: payloads by hash, group and tier.
-#[derive(Debug, Default)]
-pub(crate) struct RouterIndex {
-    payloads: HashSet<(BlockHash, u8, u8)>,
-    /// Whether the last call left no further events.
-    is_complete: bool,
-    /// Whether the router's client has taken events.
-    pub(crate) listens: bool,
-}
-
-fn key(event: &BlockEvent) -> (BlockHash, u8, u8) {
-    (event.hash, event.group, event.tier as u8)
-}
-
-impl RouterIndex {
-    /// Applies events. No payload is announced twice, and no payload is removed that was not
-    /// announced.
-    fn apply(&mut self, told: &BlockEvents) -> Result<(), String> {
-        if told.cleared {
-            self.payloads.clear();
-        }
-        for event in &told.events {
-            let changed = if event.stored {
-                self.payloads.insert(key(event))
-            } else {
-                self.payloads.remove(&key(event))
-            };
-            if !changed {
-                return Err(format!("told in vain: {event:?}"));
-            }
-        }
-        self.is_complete = !told.more;
-        Ok(())
-    }
-}
-
 impl World {
     /// A router takes some events.
     pub(crate) fn take_events(&mut self, session: usize) -> Result<(), String> {
@@ -249,7 +191,7 @@ impl World {
                 there.extend(engine.announced_remote(client.id));
                 there
             });
-            let there: HashSet<_> = there.iter().map(key).collect();
+            let there: HashSet<_> = there.iter().map(payload_named).collect();
             let known = &client.router.payloads;
             if !client.router.is_complete || *known != there {
                 let extra: Vec<_> = known.difference(&there).collect();

@@ -9,10 +9,9 @@ use undercroft_core::engine::{
     ClearOrder, ClearRefusal, ClearWhat, Cleared, Engine, EngineConfig, Held, ResizeOrder, Resized,
     Room, Started, TierSize,
 };
-use undercroft_core::key::{BlockHash, NamespaceDigest};
 
 use crate::arena::Hand;
-use crate::content::Token;
+use crate::participants::{PayloadName, Promise};
 use crate::remote::SimRemote;
 use crate::world::World;
 
@@ -204,24 +203,6 @@ impl World {
         }
         Ok(())
     }
-}
-
-/// A payload by its namespace, hash and group.
-pub(crate) type PayloadName = (NamespaceDigest, BlockHash, u8);
-
-/// The last order to clear, until its promise has been checked.
-#[derive(Debug)]
-pub(crate) struct Promise {
-    order: u64,
-    erases: bool,
-    /// Whether the order selected the blocks by their age: blocks in use are not among them.
-    by_age: bool,
-    /// The payloads that a restart would have found.
-    before: HashSet<PayloadName>,
-    /// The payloads' bytes on disk: directory, offset, sectors.
-    bytes: Vec<(PayloadName, usize, u64, Vec<Token>)>,
-    /// Payloads that were saved since.
-    pub(crate) saved: HashSet<PayloadName>,
 }
 
 /// The payloads that an engine would find in these directories.

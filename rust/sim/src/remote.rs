@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use undercroft_core::engine::{Room, Started};
 use undercroft_core::remote::segment::SegmentHeader;
 use undercroft_core::remote::{
     ObjectKey, RemoteCompletion, RemoteConfig, RemoteDone, RemoteError, RemotePart, RemoteRequest,
@@ -12,7 +11,6 @@ use undercroft_core::remote::{
 use crate::arena::{Hand, SimArena};
 use crate::content::{Token, checksum};
 use crate::random::Random;
-use crate::world::World;
 
 const MILLISECOND: u64 = 1_000_000;
 
@@ -119,7 +117,7 @@ impl SimRemote {
     }
 
     /// Changes or removes objects, and lets the store hang or answer again.
-    fn decay(&mut self, random: &mut Random) {
+    pub(crate) fn decay(&mut self, random: &mut Random) {
         let any = |objects: &BTreeMap<ObjectKey, Object>, random: &mut Random| {
             let at = random.index(objects.len() + 1);
             objects.keys().nth(at).copied()
@@ -149,7 +147,7 @@ impl SimRemote {
         }
     }
 
-    fn submit(
+    pub(crate) fn submit(
         &mut self,
         request: RemoteRequest,
         now_ns: u64,
@@ -183,7 +181,7 @@ impl SimRemote {
     }
 
     /// Ends one of the operations that are due.
-    fn complete(
+    pub(crate) fn complete(
         &mut self,
         now_ns: u64,
         arena: &mut SimArena,
@@ -302,7 +300,7 @@ impl SimRemote {
     }
 
     /// Time at which the next operation ends that neither hangs nor is slow.
-    fn next_due_ns(&self) -> Option<u64> {
+    pub(crate) fn next_due_ns(&self) -> Option<u64> {
         let flights = self.flights.iter().filter(|flight| flight.is_prompt);
         flights
             .map(|flight| flight.due_ns)
@@ -310,7 +308,7 @@ impl SimRemote {
             .filter(|_| !self.is_frozen)
     }
 
-    fn room(&self) -> usize {
+    pub(crate) fn room(&self) -> usize {
         self.room - self.flights.len()
     }
 
@@ -342,7 +340,7 @@ fn parts_of(request: &RemoteRequest) -> (&[RemotePart], Hand) {
     }
 }
 
-fn brief(request: &RemoteRequest) -> String {
+pub(crate) fn brief_remote(request: &RemoteRequest) -> String {
     let name = |key: &ObjectKey| {
         let group = key
             .group
@@ -358,56 +356,5 @@ fn brief(request: &RemoteRequest) -> String {
         }
         RemoteRequest::Get { key, parts, .. } => format!("get of {}: {parts:?}", name(key)),
         RemoteRequest::Put { key, parts, .. } => format!("put of {}: {parts:?}", name(key)),
-    }
-}
-
-impl World {
-    /// The work of the store's threads: some operations end, and others begin.
-    pub(crate) fn remote_turn(&mut self) -> Result<(), String> {
-        let due_ns = self.remote.as_ref().and_then(SimRemote::next_due_ns);
-        if let Some(due_ns) = due_ns.filter(|_| self.random.chance(400)) {
-            self.set_now(self.clock.now_ns.max(due_ns));
-        }
-        let now_ns = self.clock.now_ns;
-        if let Some(remote) = &mut self.remote {
-            remote.decay(&mut self.random);
-        }
-        for _ in 0..self.random.range(1, 4) {
-            let remote = self.remote.as_mut();
-            let ended =
-                remote.and_then(|of| of.complete(now_ns, &mut self.arena, &mut self.random));
-            let Some((request, ended)) = ended else {
-                break;
-            };
-            self.note(|| format!("end {}: {:?}", brief(&request), ended.result));
-            let is_undecrypted = ended.result == Err(RemoteError::Cipher);
-            self.log.stats.remote_undecrypted += u64::from(is_undecrypted);
-            self.engine.with(|engine| engine.complete_remote(ended));
-        }
-        let room = self.remote.as_ref().map_or(0, SimRemote::room);
-        let mut started = Started::default();
-        self.engine
-            .with(|engine| engine.turn(Room::store(room), &mut started));
-        for request in started.store {
-            self.note(|| format!("start {}", brief(&request)));
-            let remote = self.remote.as_mut().ok_or("a request to no store")?;
-            remote.submit(request, now_ns, &mut self.arena, &mut self.random)?;
-        }
-        Ok(())
-    }
-
-    /// Checks that the store has no operation of the engine any more.
-    pub(crate) fn check_remote(&mut self) -> Result<(), String> {
-        let Some(remote) = &self.remote else {
-            return Ok(());
-        };
-        let has_work = self.engine.with(|engine| engine.has_remote_work());
-        if has_work || remote.in_flight() > 0 {
-            return Err(format!(
-                "{} operations of the remote store, and more to do: {has_work}",
-                remote.in_flight()
-            ));
-        }
-        Ok(())
     }
 }

@@ -8,9 +8,11 @@ use undercroft_core::session::PromotionWait;
 use crate::disks::DeviceFaults;
 use crate::model::Model;
 use crate::random::Random;
-use crate::surroundings::LONG_TTL_S;
 
 const PAGE: u64 = 256 << 10;
+/// A time to live so long that no payload of a world reaches it.
+pub(crate) const LONG_TTL_S: u64 = 1_000_000;
+
 /// Departures that the engine keeps. With this number it forgets no block of a life.
 pub(crate) const DEPARTURES: usize = 4096;
 const MILLISECOND: u64 = 1_000_000;

@@ -3,20 +3,19 @@
 //! or are given up; stores are encrypted, and somebody rearranges their files; checksums take time, and bytes in the
 //! arena change.
 
-use undercroft_core::cipher::Binding;
 use undercroft_core::disk::Health;
 use undercroft_core::disk::format::{PLACEHOLDER, RECORD_BYTES, Record};
 use undercroft_core::engine::{EngineConfig, Room, Started};
-use undercroft_core::io::{ChecksumRequest, IoCompletion, IoFault};
+use undercroft_core::io::{ChecksumRequest, IoCompletion};
+use undercroft_core::remote::RemoteError;
 
 use crate::arena::Hand;
-use crate::content::{SECTOR, Token, checksum, sectors};
+use crate::content::{SECTOR, checksum, sectors};
 use crate::device::{FREE, SimDevice};
-use crate::random::{Random, mix};
+use crate::random::Random;
+use crate::remote::{SimRemote, brief_remote};
 use crate::world::World;
 
-/// A time to live so long that no payload of a world reaches it.
-pub(crate) const LONG_TTL_S: u64 = 1_000_000;
 const YEAR_S: u64 = 365 * 86_400;
 
 /// Free blocks that other users leave.
@@ -253,38 +252,6 @@ impl World {
     }
 }
 
-/// A word that differs with every part of a binding, and with the key.
-fn mask(key: u64, binding: &Binding) -> u64 {
-    let bytes = binding.namespace.iter().chain(&*binding.associated);
-    bytes.fold(key, |sum, &byte| mix(sum, u64::from(byte)))
-}
-
-/// The sectors of an encrypted payload in a slot of `sectors`; its seal is in the last one.
-pub(crate) fn seal(plain: &[Token], sectors: usize, key: u64, binding: &Binding) -> Vec<Token> {
-    assert!(plain.len() < sectors, "the seal has a sector of its own");
-    let mask = mask(key, binding);
-    let mut stored = vec![0; sectors];
-    for (at, (to, &from)) in (0u64..).zip(stored.iter_mut().zip(plain)) {
-        *to = from ^ mix(mask, at);
-    }
-    stored[sectors - 1] = mix(mask, checksum(plain));
-    stored
-}
-
-/// Decrypts the payload of `sectors` in an encrypted slot.
-pub(crate) fn unseal(
-    stored: &[Token],
-    sectors: usize,
-    key: u64,
-    binding: &Binding,
-) -> Result<Vec<Token>, IoFault> {
-    let mask = mask(key, binding);
-    let encrypted = (0u64..).zip(&stored[..sectors]);
-    let plain: Vec<Token> = encrypted.map(|(at, &of)| of ^ mix(mask, at)).collect();
-    let is_right = stored.last() == Some(&mix(mask, checksum(&plain)));
-    is_right.then_some(plain).ok_or(IoFault::Cipher)
-}
-
 /// Exchanges the slots of two records, in a table whose checksums are right again. Whether there are two.
 fn exchange(device: &mut SimDevice, random: &mut Random) -> bool {
     let table = device.table_mut();
@@ -338,5 +305,56 @@ impl World {
             self.exchange_stores();
         }
         self.history.left_on_disk = None;
+    }
+}
+
+impl World {
+    /// The work of the store's threads: some operations end, and others begin.
+    pub(crate) fn remote_turn(&mut self) -> Result<(), String> {
+        let due_ns = self.remote.as_ref().and_then(SimRemote::next_due_ns);
+        if let Some(due_ns) = due_ns.filter(|_| self.random.chance(400)) {
+            self.set_now(self.clock.now_ns.max(due_ns));
+        }
+        let now_ns = self.clock.now_ns;
+        if let Some(remote) = &mut self.remote {
+            remote.decay(&mut self.random);
+        }
+        for _ in 0..self.random.range(1, 4) {
+            let remote = self.remote.as_mut();
+            let ended =
+                remote.and_then(|of| of.complete(now_ns, &mut self.arena, &mut self.random));
+            let Some((request, ended)) = ended else {
+                break;
+            };
+            self.note(|| format!("end {}: {:?}", brief_remote(&request), ended.result));
+            let is_undecrypted = ended.result == Err(RemoteError::Cipher);
+            self.log.stats.remote_undecrypted += u64::from(is_undecrypted);
+            self.engine.with(|engine| engine.complete_remote(ended));
+        }
+        let room = self.remote.as_ref().map_or(0, SimRemote::room);
+        let mut started = Started::default();
+        self.engine
+            .with(|engine| engine.turn(Room::store(room), &mut started));
+        for request in started.store {
+            self.note(|| format!("start {}", brief_remote(&request)));
+            let remote = self.remote.as_mut().ok_or("a request to no store")?;
+            remote.submit(request, now_ns, &mut self.arena, &mut self.random)?;
+        }
+        Ok(())
+    }
+
+    /// Checks that the store has no operation of the engine any more.
+    pub(crate) fn check_remote(&mut self) -> Result<(), String> {
+        let Some(remote) = &self.remote else {
+            return Ok(());
+        };
+        let has_work = self.engine.with(|engine| engine.has_remote_work());
+        if has_work || remote.in_flight() > 0 {
+            return Err(format!(
+                "{} operations of the remote store, and more to do: {has_work}",
+                remote.in_flight()
+            ));
+        }
+        Ok(())
     }
 }

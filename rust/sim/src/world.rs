@@ -12,17 +12,13 @@ use crate::brief::brief;
 use crate::content::PrefixKey;
 use crate::device::SimDevice;
 use crate::disks::Disks;
-use crate::ends::Ends;
-use crate::hints::SimPins;
 use crate::log::Log;
 use crate::model::{Model, Prompts};
-use crate::operator::Promise;
-use crate::participants::SimClient;
+use crate::participants::{Ends, Promise, SimClient, SimPins};
 use crate::random::Random;
 use crate::remote::SimRemote;
-use crate::settings::Settings;
+use crate::settings::{LONG_TTL_S, Settings};
 use crate::shared::{SharedEngine, UNITS_MAX};
-use crate::surroundings::LONG_TTL_S;
 
 /// Steps between two checks of the engine's invariants.
 const CHECK_EVERY: u64 = 24;
