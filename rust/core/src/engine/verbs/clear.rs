@@ -14,7 +14,7 @@ const PAUSE_NS: u64 = 1_000_000_000;
 /// The files whose changes an order makes durable. Each write of a namespace's entry has its own sync.
 const SYNCED: [FileKind; 2] = [FileKind::Table, FileKind::Data];
 /// Resolution of the times, as a part of the time to live.
-const STEPS: u32 = 64;
+const RETENTION_STEPS: u32 = 64;
 
 impl Engine {
     /// Begins to clear; [`Engine::cleared`] returns the progress.
@@ -359,7 +359,7 @@ impl Engine {
         // Uses from now on have a later tick.
         self.residency.next_tick();
         let retention = &mut self.retention;
-        retention.next_s = now_s.saturating_add((ttl_s / STEPS).max(1));
+        retention.next_s = now_s.saturating_add((ttl_s / RETENTION_STEPS).max(1));
         let by_s = now_s.checked_sub(ttl_s);
         let over = by_s.and_then(|by_s| self.ages.over_by(by_s));
         let over = over.filter(|&tick| retention.swept < Some(tick));

@@ -1,7 +1,8 @@
-//! The size of the tiers, which an operator may set while the engine runs.
+//! What an operator orders while the engine runs: the tiers' sizes, and a drain before maintenance.
 //!
 //! The size at the start is the largest: no process maps more of the arena, and a data file has no more slots. After a
-//! restart, the configured sizes hold again.
+//! restart, the configured sizes hold again. An engine that drains begins no save and no read, and writes what waits to
+//! disk and to the remote store.
 
 use serde::{Deserialize, Serialize};
 
