@@ -217,7 +217,7 @@ METRICS: tuple[Metric, ...] = (
     _one("remote_breaker_open", "gauge", "1 while the remote store gets no requests because it failed, else 0."),
     _one("remote_window_bytes", "gauge", "Bytes that reads from the remote store may have in flight."),
     _one("remote_get_bytes_in_flight", "gauge", "Bytes of segments that are being read from the remote store."),
-    _one("remote_put_queue_segments", "gauge", "Segments that are not yet written to the remote store: they wait, or are being written."),
+    _one("remote_put_queue_segments", "gauge", "Segments to be written to the remote store, or being written."),
     Metric("rejected_requests", "counter", "Requests rejected by the hit threshold, by the source of the threshold.",
            ("source",), {"rejected_request": ("request",), "rejected_global": ("global",)}),
     _one("hook_errors", "counter", "Errors caught in the connector's hooks."),

@@ -171,7 +171,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "remote_breaker_open": ("gauge", "1 while the remote store gets no requests because it failed, else 0"),
     "remote_window_bytes": ("gauge", "bytes that reads from the remote store may have in flight"),
     "remote_get_bytes_in_flight": ("gauge", "bytes of segments that are being read from the remote store"),
-    "remote_put_queue_segments": ("gauge", "segments that wait to be written to the remote store, or are being written"),
+    "remote_put_queue_segments": ("gauge", "segments to be written to the remote store, or being written"),
     "plan_bytes_per_token": ("gauge", "bytes of a token in the tiers, of the model that reported last"),
 }
 """Keys of `_core.Engine.stats`, one flat dict of numbers. Seconds are floats; all other values are whole numbers."""
