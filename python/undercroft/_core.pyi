@@ -156,8 +156,16 @@ class SaveGrant:
         """The slots to fill. Empty and not pending: there is nothing to copy, and the save has ended."""
 
     @property
-    def refused(self) -> bool:
-        """Whether blocks were left out because memory was full. Such a save may be retried."""
+    def tokens(self) -> int:
+        """With the blocks that are copied now, the cache has every block of full attention up to here."""
+
+    @property
+    def refused(self) -> str | None:
+        """Why the save does not go further: "host_full" (memory is full: it may be retried) or "prefix_gone"."""
+
+    @property
+    def lacks(self) -> list[tuple[int, int, int]]:
+        """Blocks of full attention that neither the cache nor the caller has: group, first number, end."""
 
 @final
 class Engine:
@@ -342,11 +350,18 @@ class Session:
         """
 
     def begin_save(
-        self, request_id: str, hashes: list[bytes], num_tokens: int, offers: Sequence[_Offer] = ...
+        self,
+        request_id: str,
+        hashes: list[bytes],
+        num_tokens: int,
+        offers: Sequence[_Offer] = ...,
+        only_offers: bool = False,
     ) -> SaveGrant | None:
         """Ask for slots for the full blocks of the first ``num_tokens`` tokens that are not cached yet.
 
-        None if no server can be asked. ``offers`` may belong to hash blocks that are cached already.
+        None if no server can be asked. ``offers`` may belong to hash blocks that are cached already. ``only_offers``:
+        the caller holds no other blocks, of full attention neither. Then a save ends before the first block that it
+        needs and nobody has (`SaveGrant.lacks`), and without the beginning of the chain it takes no slot.
         """
 
     def hint(

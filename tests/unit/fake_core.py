@@ -17,7 +17,13 @@ def extent(group, first_block, offsets):
 
 
 def save_grant(transfer_id, extents, refused, *, pending=False):
-    return SimpleNamespace(transfer_id=transfer_id, pending=pending, session=0, extents=extents, refused=refused)
+    return SimpleNamespace(
+        transfer_id=transfer_id,
+        pending=pending,
+        session=0,
+        extents=extents,
+        refused="host_full" if refused else None,
+    )
 
 
 class FakeEngine:

@@ -271,7 +271,7 @@ def test_hashes_that_are_no_hashes_are_a_miss():
         assert session.lookup("a", [b"", b"x" * 33]).tokens == 0
         grant = session.begin_save("a", [b""], BLOCK)
         assert grant is not None
-        assert (grant.pending, grant.extents, grant.refused) == (False, [], False)
+        assert (grant.pending, grant.extents, grant.refused) == (False, [], None)
 
 
 def test_options_are_refused_by_their_names():

@@ -116,8 +116,10 @@ def test_a_piece_whose_prefix_is_evicted_is_refused(left: int) -> None:
             assert cache.save(keys(next(others), 64), [pool.blocks(0, 64, row=900)]).complete
         held = cache.exists(chain) // TOKENS
         assert (held > 0) == left
+        evictions = cache.stats()["host_evictions"]
         piece = cache.save(chain, [pool.blocks(512, 88, row=512)])
         assert (piece.complete, piece.done) == (False, {})
+        assert cache.stats()["host_evictions"] == evictions, "what is refused takes nobody's memory"
         assert piece.lacks[0] >= {511}
         assert cache.exists(chain) // TOKENS <= held, "nothing of the piece is kept below what is gone"
         pool.rows[:600] = 0
@@ -369,8 +371,7 @@ def test_without_threads_the_memory_is_attached_later(monkeypatch: pytest.Monkey
 def test_a_save_with_a_hole_ends_when_the_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened({}) as cache:
         pool = Pool(cache)
-        attachments = [cache._attachment]
-        monkeypatch.setattr(cache, "_attached", lambda _: attachments.pop() if attachments else None)
+        monkeypatch.setattr(cache, "_attached", lambda _: None)
         numbers = np.asarray([0, 1, 2, 5, 6])
         job = cache.save(keys(4, 7), [Blocks(0, numbers, pool.blocks(0, 5).addresses)])
         assert (job.ended, job.done) == (True, {})
@@ -383,13 +384,15 @@ def test_a_save_that_finds_no_memory_keeps_what_fits_and_ends_in_time() -> None:
         rows = np.zeros((80, big), np.uint8)
         address = cache.add_region(rows)
         blocks = Blocks(0, np.arange(80), address + np.arange(80) * big)
-        job = cache.save(keys(9, 80), [blocks], timeout_s=0.2)
-        assert job.ended
-        assert not job.complete
-        kept = len(job.done[0])
-        assert 0 < kept <= 64
-        assert job.done[0] == frozenset(range(kept))
-        assert cache.exists(keys(9, 80)) == kept * TOKENS
+        for _ in range(2):
+            # The second one brings nothing that is not there.
+            job = cache.save(keys(9, 80), [blocks], timeout_s=0.2)
+            assert job.ended
+            assert not job.complete
+            kept = len(job.done[0])
+            assert 0 < kept <= 64
+            assert job.done[0] == frozenset(range(kept))
+            assert cache.exists(keys(9, 80)) == kept * TOKENS
 
 
 def test_memory_that_was_not_named_is_not_touched() -> None:

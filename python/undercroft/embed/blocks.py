@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from undercroft.embed.memory import are_inside, merged
 from undercroft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from undercroft._core import Extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,11 @@ class SaveRequest:
 
     name: str = ""
     chain: list[bytes] = field(default_factory=list)
-    limit: int = 0
-    """Tokens of the chain; less than all after the chain was found to have a hole."""
-    was_refused: bool = False
+    tokens: int = 0
+    """The end of the last block."""
+    kept: int = 0
+    """Tokens of the chain that the cache has once the copies have succeeded."""
+    found_no_memory: bool = False
     """Whether blocks got no slot, so that the save asks again."""
 
 
@@ -66,7 +71,7 @@ class Job:
     copied_bytes: int = 0
     lacks: dict[int, frozenset[int]] = field(default_factory=dict)
     """By group, the numbers of blocks that neither the cache nor the job has, although a save needs them: its blocks
-    after the first of these were not saved. Save them together."""
+    after the first of these were refused. Save them together."""
 
     @property
     def complete(self) -> bool:
@@ -141,6 +146,47 @@ class Layout:
         if len(own.numbers) and not are_inside(self._regions, own.addresses, own.addresses + sizes):
             raise ValueError(f"group {blocks.group}: a block lies outside the regions; name them with add_region")
         return own
+
+    def pieces(self, job: Job, extents: Sequence[Extent]) -> list[npt.NDArray[np.int64]]:
+        """Addresses, arena offsets and sizes of a transfer. A load leaves out blocks for which the job has no place."""
+        found: list[list[npt.NDArray[np.int64]]] = [[], [], []]
+        job._piece = {}
+        by_group = {one.group: one for one in job.blocks}
+        for extent in extents:
+            offsets = np.frombuffer(extent.offsets, dtype="<i8")
+            (used,) = (offsets >= 0).nonzero()
+            numbers, own = used + extent.first_block, by_group.get(extent.group)
+            if own is None or not len(own.numbers):
+                if not job.is_load and len(numbers):
+                    raise _not_held(extent.group)
+                continue
+            addresses, parts = own.addresses, self.parts[extent.group]
+            if len(numbers) != len(own.numbers) or not (numbers == own.numbers).all():
+                at = own.numbers.searchsorted(numbers)
+                at[at == len(own.numbers)] = 0
+                is_own = own.numbers[at] == numbers
+                if not (is_own.all() or job.is_load):
+                    raise _not_held(extent.group)
+                used, numbers, addresses = used[is_own], numbers[is_own], addresses[at[is_own]]
+            found[0].append(addresses.reshape(-1))
+            found[1].append((offsets[used][:, None] + (parts.cumsum() - parts)).reshape(-1))
+            found[2].append((np.zeros((len(used), 1), np.int64) + parts).reshape(-1))
+            job._piece.setdefault(extent.group, []).extend(numbers.tolist())
+        return [one[0] if len(one) == 1 else np.concatenate(one or [np.empty(0, np.int64)]) for one in found]
+
+    def note_kept(self, job: Job) -> None:
+        """Note which blocks of a save the cache has without a copy, and those that it has no more."""
+        for one in job.blocks:
+            kept = one.numbers[one.numbers < job._asks.kept // self.tokens(one.group)].tolist()
+            if self.groups[one.group].kind == "full":
+                job.done[one.group] = frozenset(kept)
+            elif not job._asks.found_no_memory:
+                job.done[one.group] = job.done.get(one.group, frozenset()).union(kept)
+        job.done = {group: numbers for group, numbers in job.done.items() if numbers}
+
+
+def _not_held(group: int) -> RuntimeError:
+    return RuntimeError(f"the engine asks for blocks of group {group} that the job does not bring")
 
 
 def _shaped(blocks: Blocks, parts: int) -> Blocks:

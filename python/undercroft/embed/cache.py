@@ -12,9 +12,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from undercroft.config import OPTIONS, UndercroftConfig
 from undercroft.embed.blocks import Blocks, Group, Job, Layout, Registration, SaveRequest, least_boundary, runs
 from undercroft.embed.memory import Attachment, span
@@ -241,8 +238,8 @@ class Cache:
     def _save(self, job: Job, chain: list[bytes], timeout_s: float) -> Job:
         job._until = time.monotonic() + timeout_s
         ends = [int(one.numbers[-1] + 1) * self._layout.tokens(one.group) for one in job.blocks if len(one.numbers)]
-        limit = min(max(ends, default=0), len(chain) * self._layout.block_tokens)
-        job._asks = SaveRequest(self._new_name(), chain, limit)
+        tokens = min(max(ends, default=0), len(chain) * self._layout.block_tokens)
+        job._asks = SaveRequest(self._new_name(), chain, tokens)
         with self._lock, self._or_miss(job):
             self._ask(job)
         return job
@@ -327,10 +324,10 @@ class Cache:
 
     def _ask(self, job: Job) -> None:
         """Ask for the slots of a save."""
-        asks, groups = job._asks, self._layout.groups
-        asks.was_refused = False
-        offers = [run for one in job.blocks if groups[one.group].kind != "full" for run in runs(one)]
-        grant = self.session.begin_save(asks.name, asks.chain, asks.limit, offers)
+        asks = job._asks
+        asks.found_no_memory = False
+        held = [run for one in job.blocks for run in runs(one)]
+        grant = self.session.begin_save(asks.name, asks.chain, asks.tokens, held, only_offers=True)
         if grant is None:
             self._end(job)
         elif grant.pending:
@@ -339,7 +336,10 @@ class Cache:
             self._granted(job, grant)
 
     def _granted(self, job: Job, grant: SaveGrant) -> None:
-        job._asks.was_refused = grant.refused
+        job._asks.found_no_memory, job._asks.kept = grant.refused == "host_full", grant.tokens
+        job.lacks = {}
+        for group, first, end in grant.lacks:
+            job.lacks[group] = job.lacks.get(group, frozenset()).union(range(first, end))
         if not grant.extents:
             self._copied(job, ok=True)
             return
@@ -355,10 +355,7 @@ class Cache:
         if attachment is None:
             self._copied(job, ok=False)
             return
-        pieces = self._pieces(job, extents)
-        if pieces is None:
-            self._copied(job, ok=False, is_shorter=True)
-            return
+        pieces = self._layout.pieces(job, extents)
         sizes = pieces[-1]
         if not len(sizes):
             self._copied(job, ok=True)
@@ -369,42 +366,8 @@ class Cache:
         self._copying[number] = job
         job.copied_bytes += int(sizes.sum())
 
-    def _pieces(self, job: Job, extents: Sequence[Extent]) -> list[npt.NDArray[np.int64]] | None:
-        """Addresses, arena offsets and sizes of a transfer. None for a save that is asked for blocks that the job does
-        not bring: its limit then ends before them."""
-        found: list[list[npt.NDArray[np.int64]]] = [[], [], []]
-        job._piece = {}
-        lacking: dict[int, frozenset[int]] = {}
-        by_group = {one.group: one for one in job.blocks}
-        for extent in extents:
-            offsets = np.frombuffer(extent.offsets, dtype="<i8")
-            (used,) = (offsets >= 0).nonzero()
-            numbers, own = used + extent.first_block, by_group.get(extent.group)
-            if own is None or not len(own.numbers):
-                if not job.is_load and len(numbers):
-                    lacking[extent.group] = lacking.get(extent.group, frozenset()).union(numbers.tolist())
-                continue
-            addresses, parts = own.addresses, self._layout.parts[extent.group]
-            if len(numbers) != len(own.numbers) or not (numbers == own.numbers).all():
-                at = own.numbers.searchsorted(numbers)
-                at[at == len(own.numbers)] = 0
-                is_own = own.numbers[at] == numbers
-                if not (is_own.all() or job.is_load):
-                    lacking[extent.group] = lacking.get(extent.group, frozenset()).union(numbers[~is_own].tolist())
-                used, numbers, addresses = used[is_own], numbers[is_own], addresses[at[is_own]]
-            found[0].append(addresses.reshape(-1))
-            found[1].append((offsets[used][:, None] + (parts.cumsum() - parts)).reshape(-1))
-            found[2].append((np.zeros((len(used), 1), np.int64) + parts).reshape(-1))
-            job._piece.setdefault(extent.group, []).extend(numbers.tolist())
-        if lacking:
-            # Nothing after the first block that is lacking can be saved.
-            job.lacks, job._piece = lacking, {}
-            job._asks.limit = min(min(numbers) * self._layout.tokens(group) for group, numbers in lacking.items())
-            return None
-        return [one[0] if len(one) == 1 else np.concatenate(one or [np.empty(0, np.int64)]) for one in found]
-
-    def _copied(self, job: Job, *, ok: bool, is_shorter: bool = False) -> None:
-        """A transfer of a job has ended, or could not begin. ``is_shorter``: the save asks again with a lower limit."""
+    def _copied(self, job: Job, *, ok: bool) -> None:
+        """A transfer of a job has ended, or could not begin."""
         if job._given_up:
             if job._transfer is not None:
                 self.session.give_up(job._transfer, job._given_up)
@@ -419,22 +382,13 @@ class Cache:
         job._piece = {}
         if job.is_load:
             self._end(job)
-        elif is_shorter and self._brings(job):
-            self._ask(job)
-        elif job._asks.was_refused and time.monotonic() < job._until:
+            return
+        if ok:
+            self._layout.note_kept(job)
+        if job._asks.found_no_memory and time.monotonic() < job._until:
             self._waiting.append((time.monotonic() + _RETRY_S, job))
         else:
-            if ok and not job._asks.was_refused:
-                # Blocks that got no slot are in the cache.
-                for one in job.blocks:
-                    end = job._asks.limit // self._layout.tokens(one.group)
-                    job.done[one.group] = frozenset(one.numbers[one.numbers < end].tolist())
             self._end(job)
-
-    def _brings(self, job: Job) -> bool:
-        """Whether the job brings blocks before its limit."""
-        limit, tokens = job._asks.limit, self._layout.tokens
-        return any(len(one.numbers) and (int(one.numbers[0]) + 1) * tokens(one.group) <= limit for one in job.blocks)
 
     def _end(self, job: Job) -> None:
         if job.ended:

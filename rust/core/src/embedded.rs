@@ -9,8 +9,9 @@ use crate::error::RegisterError;
 use crate::explain::{Reason, Rest};
 use crate::hint::{HintAnswer, HintRefusal, HintRequest};
 use crate::session::{
-    BlockEvents, GiveUp, Load, Lookup, LookupRequest, Priority, Save, SaveGrant, SaveRequest,
-    Session, SessionSpec, SessionToken, Step, Tokens, TransferEnd, TransferId, append_extents,
+    BlockEvents, GiveUp, Load, Lookup, LookupRequest, Priority, Save, SaveEnd, SaveGrant,
+    SaveRequest, Session, SessionSpec, SessionToken, Step, Tokens, TransferEnd, TransferId,
+    append_extents,
 };
 
 /// Blocks that one entry reserves or ends: other threads enter the engine in between.
@@ -130,23 +131,20 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
         let ended = self.engine.drive(|engine| {
             save = save.or_else(|| engine.start_save(self.id, request));
             let Some(id) = save else {
-                return Some(false);
+                return Some(SaveEnd::default());
             };
             match engine.step_save(id, request, limit) {
                 SaveProgress::More(part) => {
                     append_extents(&mut extents, part);
                     None
                 }
-                SaveProgress::Ended {
-                    extents: part,
-                    refused,
-                } => {
+                SaveProgress::Ended { extents: part, end } => {
                     append_extents(&mut extents, part);
-                    Some(refused)
+                    Some(end)
                 }
             }
         });
-        ended.map_or(Save::Unavailable, |refused| {
+        ended.map_or(Save::Unavailable, |end| {
             Save::Granted(SaveGrant {
                 // Without extents, the id has no meaning.
                 id: save
@@ -154,7 +152,7 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
                     .unwrap_or(TransferId(0)),
                 session: self.token,
                 extents,
-                refused,
+                end,
             })
         })
     }

@@ -83,8 +83,7 @@ pub fn append_extents(all: &mut Vec<Extent>, later: Vec<Extent>) {
     }
 }
 
-/// Optional blocks of a group, of a window or with a state, that the device holds now: a save may take
-/// them, too.
+/// Blocks of a group, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
     /// Index of the group.
@@ -366,6 +365,9 @@ pub struct SaveRequest<'a> {
     /// Blocks of windows and states that the device holds. They are added to blocks that are cached
     /// already, too.
     pub offers: &'a [Offer],
+    /// The device holds no block that is not among the offers, of full attention neither: a save that needs another
+    /// one ends before it, see [`SaveRefusal::PrefixGone`].
+    pub only_offers: bool,
 }
 
 impl<'a> SaveRequest<'a> {
@@ -376,6 +378,7 @@ impl<'a> SaveRequest<'a> {
             hashes,
             tokens,
             offers: &[],
+            only_offers: false,
         }
     }
 
@@ -384,6 +387,46 @@ impl<'a> SaveRequest<'a> {
     pub fn offers(self, offers: &'a [Offer]) -> Self {
         Self { offers, ..self }
     }
+
+    /// Whether the device holds no other blocks than the offers.
+    #[must_use]
+    pub fn only_offers(self, only_offers: bool) -> Self {
+        Self {
+            only_offers,
+            ..self
+        }
+    }
+}
+
+/// Why a save ends before the tokens that it was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SaveRefusal {
+    /// Memory is short: the client may ask for the save again.
+    HostFull,
+    /// Neither the cache nor the device has a block that those after it need.
+    PrefixGone,
+}
+
+impl SaveRefusal {
+    /// The name for Python and people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::HostFull => "host_full",
+            Self::PrefixGone => "prefix_gone",
+        }
+    }
+}
+
+/// Where a save ends, and why there.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SaveEnd {
+    /// With the blocks that are copied now, the index has every block of full attention up to here.
+    pub tokens: Tokens,
+    /// Why the save does not go further. `None` also if a policy keeps other blocks instead.
+    pub refused: Option<SaveRefusal>,
+    /// Blocks of full attention that neither the cache nor the device has. Empty without
+    /// [`SaveRefusal::PrefixGone`].
+    pub lacks: Vec<Offer>,
 }
 
 /// The answer to a [`SaveRequest`].
@@ -406,8 +449,8 @@ pub struct SaveGrant {
     pub session: SessionToken,
     /// Where to copy to. Empty if there is nothing to copy: the save has ended.
     pub extents: Vec<Extent>,
-    /// Blocks were left out because memory was short: the client may ask for the save again.
-    pub refused: bool,
+    /// Where the save ends.
+    pub end: SaveEnd,
 }
 
 /// The parameters of a new session.

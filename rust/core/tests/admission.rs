@@ -158,8 +158,8 @@ fn a_block_is_weighed_once_however_often_its_save_is_tried() {
     for other in 0..100 {
         assert_eq!(save(&mut engine, session, "r", &prompt), 0);
         let again = SaveRequest::new("r", &prompt, Tokens(4 * HASH_BLOCK));
-        let refused = engine.begin_save(session, &again).refused;
-        assert!(!refused, "not worth another try");
+        let refused = engine.begin_save(session, &again).end.refused;
+        assert_eq!(refused, None, "not worth another try");
         // Time passes: other requests come and end.
         hit(&mut engine, session, &format!("other {other}"), &prompt);
         engine.finish_request(session, &format!("other {other}"));

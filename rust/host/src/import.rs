@@ -300,7 +300,7 @@ impl Importer<'_> {
         loop {
             let save = SaveRequest::new(name, &hashes, tokens).offers(&offers);
             let grant = self.granted(self.session.begin_save(&save), deadline)?;
-            let refused = grant.refused;
+            let refused = grant.end.refused.is_some();
             if !grant.extents.is_empty() {
                 let copied = self.copy(chain, &grant.extents);
                 self.session.end_transfer(grant.id, copied.is_ok());

@@ -11,7 +11,7 @@ use undercroft_core::hint::{Hint, HintAnswer};
 use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{
-    BlockEvent, Extent, GiveUp, Offer, Priority, PromotionWait, SessionToken, Step, Tokens,
+    BlockEvent, Extent, GiveUp, Offer, Priority, PromotionWait, SaveEnd, SessionToken, Step, Tokens,
 };
 
 use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
@@ -227,9 +227,11 @@ pub struct SaveMessage<'a> {
     pub transfer: u64,
     /// Tokens that the device has computed.
     pub tokens: Tokens,
-    /// Blocks of windows and states that the device holds, at most [`OFFERS_MAX`] ranges.
+    /// See [`SaveRequest::offers`](undercroft_core::session::SaveRequest::offers), at most [`OFFERS_MAX`] ranges.
     #[serde(deserialize_with = "few_offers")]
     pub offers: Vec<Offer>,
+    /// Whether the device holds no other blocks.
+    pub only_offers: bool,
     /// The hashes that the server lacks. The last field: a client appends them to the encoded frame.
     #[serde(borrow)]
     pub hashes: HashRun<'a>,
@@ -303,8 +305,8 @@ pub enum ServerMessage {
     Granted {
         /// The save.
         transfer: u64,
-        /// Whether blocks were left out because memory was full.
-        refused: bool,
+        /// Where the save ends.
+        end: SaveEnd,
         /// The slots to fill. Empty if there is nothing to copy.
         #[serde(with = "extents")]
         extents: Vec<Extent>,

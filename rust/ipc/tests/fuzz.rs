@@ -13,8 +13,8 @@ use undercroft_core::hint::{Hint, HintAnswer};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{
-    ArenaOffset, BlockEvent, EventTier, Extent, GiveUp, Offer, Priority, PromotionWait,
-    SessionToken, Step, Tokens,
+    ArenaOffset, BlockEvent, EventTier, Extent, GiveUp, Offer, Priority, PromotionWait, SaveEnd,
+    SaveRefusal, SessionToken, Step, Tokens,
 };
 use undercroft_ipc::OperatorRequest;
 use undercroft_ipc::frame::{self, FrameKind};
@@ -116,6 +116,7 @@ fn samples() -> Vec<(String, Vec<u8>)> {
                 first_block: 2,
                 end_block: 3,
             }],
+            only_offers: true,
             hashes,
         }),
         ClientMessage::EndTransfer {
@@ -180,7 +181,15 @@ fn samples() -> Vec<(String, Vec<u8>)> {
         answer(LookupAnswer::Hit(hit)),
         ServerMessage::Granted {
             transfer: 3,
-            refused: true,
+            end: SaveEnd {
+                tokens: Tokens(48),
+                refused: Some(SaveRefusal::PrefixGone),
+                lacks: vec![Offer {
+                    group: 0,
+                    first_block: 3,
+                    end_block: 9,
+                }],
+            },
             extents: vec![extent],
         },
         ServerMessage::Reset { reset: 4, ok: true },

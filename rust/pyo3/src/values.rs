@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyBytes, PyList};
 use undercroft_core::namespace::GroupSpec;
-use undercroft_core::session::{Extent, Load, Lookup, Offer, Save, SaveGrant, Tokens};
+use undercroft_core::session::{Extent, Load, Lookup, Offer, Save, SaveGrant, SaveRefusal, Tokens};
 use undercroft_host::{HostError, group_spec};
 use undercroft_ipc::SessionAddress;
 
@@ -119,7 +119,9 @@ pub(crate) struct PySaveGrant {
     pending: bool,
     session: u128,
     extents: Py<PyList>,
-    refused: bool,
+    tokens: u32,
+    refused: Option<&'static str>,
+    lacks: Vec<(u8, u32, u32)>,
 }
 
 impl PySaveGrant {
@@ -129,7 +131,9 @@ impl PySaveGrant {
             pending: false,
             session: grant.session.0,
             extents: extents(py, &grant.extents)?,
-            refused: grant.refused,
+            tokens: grant.end.tokens.0,
+            refused: grant.end.refused.map(SaveRefusal::name),
+            lacks: grant.end.lacks.iter().map(of_range).collect(),
         })
     }
 
@@ -142,11 +146,17 @@ impl PySaveGrant {
                 pending: true,
                 session: 0,
                 extents: PyList::empty(py).unbind(),
-                refused: false,
+                tokens: 0,
+                refused: None,
+                lacks: Vec::new(),
             })),
             Save::Unavailable => Ok(None),
         }
     }
+}
+
+fn of_range(range: &Offer) -> (u8, u32, u32) {
+    (range.group, range.first_block, range.end_block)
 }
 
 /// Blocks that the device holds and that a save may also copy.

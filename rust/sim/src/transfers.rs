@@ -1,10 +1,11 @@
 //! The workers' copies between device and arena, which take time.
 
 use undercroft_core::engine::{SaveLimit, SaveProgress};
+use undercroft_core::key::HashSource;
 use undercroft_core::namespace::GroupKind;
 use undercroft_core::session::{
-    Extent, GiveUp, Load, Offer, Save as SaveAnswer, SaveRequest, SessionToken, Sources, Tokens,
-    TransferEnd, TransferId,
+    Extent, GiveUp, Load, Offer, Save as SaveAnswer, SaveEnd, SaveRefusal, SaveRequest,
+    SessionToken, Sources, Tokens, TransferEnd, TransferId,
 };
 
 use crate::arena::Hand;
@@ -12,6 +13,33 @@ use crate::content::{SECTOR, SavedPayload};
 use crate::model::{HASH_BLOCK, needs};
 use crate::participants::{ClientBlock, ClientHit, ClientLoad, ClientSave};
 use crate::world::World;
+
+/// A save with slots.
+type Granted = Option<(TransferId, Vec<ClientBlock>)>;
+
+/// What a device holds.
+struct OnDevice {
+    /// No blocks but `offers`.
+    only: bool,
+    offers: Vec<Offer>,
+}
+
+impl OnDevice {
+    fn has(&self, group: u8, block: u32) -> bool {
+        let mut of_group = self.offers.iter().filter(|offer| offer.group == group);
+        of_group.any(|offer| (offer.first_block..offer.end_block).contains(&block))
+    }
+
+    fn request<'a>(
+        &'a self,
+        name: &'a str,
+        hashes: &'a dyn HashSource,
+        tokens: u32,
+    ) -> SaveRequest<'a> {
+        let request = SaveRequest::new(name, hashes, Tokens(tokens)).offers(&self.offers);
+        request.only_offers(self.only)
+    }
+}
 
 impl World {
     /// Begins a load. `promised`: whether an answer has just promised it.
@@ -137,25 +165,26 @@ impl World {
         } else {
             of.tokens.min(of.saved_tokens + more)
         };
-        let offers = self.offers(session, tokens);
+        let held = self.on_device(session, tokens);
         let namespace = self.sessions[session].namespace;
         let losses = self.models[namespace].losses;
         // A change of the weights between two steps does not change the blocks on the device.
         let weights = (namespace, self.epoch(session));
-        let blocks = if self.random.chance(500) {
-            self.save_by_steps(session, request, (tokens, &offers), weights)?
+        let (blocks, end) = if self.random.chance(500) {
+            self.save_by_steps(session, request, (tokens, &held), weights)?
         } else {
-            self.save_at_once(session, request, (tokens, &offers), weights)?
+            self.save_at_once(session, request, (tokens, &held), weights)?
         };
         let count = blocks.as_ref().map(|(_, blocks)| blocks.len());
         let name = self.sessions[session].requests[request].name.clone();
-        self.note(|| format!("save {tokens} tokens of {name}: {count:?} blocks"));
+        self.note(|| format!("save {tokens} tokens of {name}: {count:?} blocks, {end:?}"));
         self.sessions[session].requests[request].saved_tokens = tokens;
+        self.check_lacks((session, request), weights, (tokens, &held), &end)?;
         let Some((id, blocks)) = blocks else {
             return Ok(());
         };
         for block in &blocks {
-            self.check_saved(session, request, tokens, &offers, block)?;
+            self.check_saved(session, request, (tokens, &held), &end, block)?;
         }
         self.sessions[session].saves.push(ClientSave {
             id,
@@ -172,21 +201,21 @@ impl World {
         &mut self,
         session: usize,
         request: usize,
-        (tokens, offers): (u32, &[Offer]),
+        (tokens, held): (u32, &OnDevice),
         weights: (usize, u64),
-    ) -> Result<Option<(TransferId, Vec<ClientBlock>)>, String> {
+    ) -> Result<(Granted, SaveEnd), String> {
         let state = &self.sessions[session];
         let of = &state.requests[request];
-        let save = SaveRequest::new(&of.name, &of.hashes, Tokens(tokens)).offers(offers);
+        let save = held.request(&of.name, &of.hashes, tokens);
         let answer = state.session.begin_save(&save);
         let SaveAnswer::Granted(grant) = answer else {
             return Err(format!("{}: a save is answered {answer:?}", of.name));
         };
         if grant.extents.is_empty() {
-            return Ok(None);
+            return Ok((None, grant.end));
         }
         let blocks = self.take_slots(session, request, &grant.extents, weights)?;
-        Ok(Some((grant.id, blocks)))
+        Ok((Some((grant.id, blocks)), grant.end))
     }
 
     /// Saves in steps, like a server: others enter the engine between two steps.
@@ -194,17 +223,20 @@ impl World {
         &mut self,
         session: usize,
         request: usize,
-        (tokens, offers): (u32, &[Offer]),
+        (tokens, held): (u32, &OnDevice),
         weights: (usize, u64),
-    ) -> Result<Option<(TransferId, Vec<ClientBlock>)>, String> {
+    ) -> Result<(Granted, SaveEnd), String> {
         let state = &self.sessions[session];
         let of = &state.requests[request];
         let (name, hashes, id) = (of.name.clone(), of.hashes.clone(), state.id);
-        let save = SaveRequest::new(&name, &hashes, Tokens(tokens)).offers(offers);
+        let save = held.request(&name, &hashes, tokens);
         let transfer = self.engine.with(|engine| engine.start_save(id, &save));
         let Some(transfer) = transfer else {
             let drains = self.engine.with(|engine| engine.drained().draining);
-            return drains.then_some(None).ok_or(format!("{name}: no session"));
+            let nothing = (None, SaveEnd::default());
+            return drains
+                .then_some(nothing)
+                .ok_or(format!("{name}: no session"));
         };
         let mut all = Vec::new();
         loop {
@@ -216,12 +248,12 @@ impl World {
                 .engine
                 .with(|engine| engine.step_save(transfer, &save, limit));
             let (extents, ended) = match step {
-                SaveProgress::More(extents) => (extents, false),
-                SaveProgress::Ended { extents, .. } => (extents, true),
+                SaveProgress::More(extents) => (extents, None),
+                SaveProgress::Ended { extents, end } => (extents, Some(end)),
             };
             all.extend(self.take_slots(session, request, &extents, weights)?);
-            if ended {
-                return Ok((!all.is_empty()).then_some((transfer, all)));
+            if let Some(end) = ended {
+                return Ok(((!all.is_empty()).then_some((transfer, all)), end));
             }
             self.engine.with(|engine| engine.check())?;
             if self.random.chance(300) {
@@ -272,17 +304,13 @@ impl World {
         &self,
         session: usize,
         request: usize,
-        tokens: u32,
-        offers: &[Offer],
+        (tokens, held): (u32, &OnDevice),
+        end: &SaveEnd,
         block: &ClientBlock,
     ) -> Result<(), String> {
         let state = &self.sessions[session];
         let name = &state.requests[request].name;
         let model = &self.models[block.payload.namespace];
-        let there = |group: u8, block: u32| {
-            let mut of_group = offers.iter().filter(|offer| offer.group == group);
-            of_group.any(|offer| (offer.first_block..offer.end_block).contains(&block))
-        };
         let group = usize::from(block.payload.group);
         let depth = self.sessions[session].requests[request]
             .keys
@@ -291,11 +319,16 @@ impl World {
             .map_or(0, |at| at as u32 + 1);
         let hash_blocks = model.spec.hash_blocks(group);
         let full = model.spec.groups[group].kind == GroupKind::Full;
-        if !full && !there(block.payload.group, depth / hash_blocks - 1)
-            || depth * HASH_BLOCK > tokens
-        {
+        let is_held = full && !held.only || held.has(block.payload.group, depth / hash_blocks - 1);
+        if !is_held || depth * HASH_BLOCK > tokens {
             return Err(format!(
                 "{name}: asked to save a block that the device does not have"
+            ));
+        }
+        // A save that was overtaken by a reset does not say where it ends.
+        if full && end.tokens > Tokens(0) && depth * HASH_BLOCK > end.tokens.0 {
+            return Err(format!(
+                "{name}: a block behind the end of its save, {end:?}"
             ));
         }
         if model.stored.contains(&block.payload)
@@ -307,17 +340,65 @@ impl World {
         Ok(())
     }
 
-    /// Blocks on the device of groups without full attention.
-    fn offers(&mut self, session: usize, tokens: u32) -> Vec<Offer> {
+    /// Checks that a save lacks only blocks that its client does not hold and that are not stored.
+    fn check_lacks(
+        &self,
+        (session, request): (usize, usize),
+        (namespace, epoch): (usize, u64),
+        (tokens, held): (u32, &OnDevice),
+        end: &SaveEnd,
+    ) -> Result<(), String> {
+        let of = &self.sessions[session].requests[request];
+        let model = &self.models[namespace];
+        let is_said = end.lacks.is_empty() || end.refused.is_some();
+        let is_named = end.refused != Some(SaveRefusal::PrefixGone) || !end.lacks.is_empty();
+        if !is_said || !is_named || !held.only && !end.lacks.is_empty() || end.tokens.0 > tokens {
+            return Err(format!("{}: a save ends at {end:?}", of.name));
+        }
+        for lack in &end.lacks {
+            let hash_blocks = model.spec.hash_blocks(usize::from(lack.group));
+            for block in lack.first_block..lack.end_block {
+                let depth = (block + 1) * hash_blocks;
+                let payload = SavedPayload {
+                    namespace,
+                    epoch,
+                    key: of.keys[depth as usize - 1],
+                    group: lack.group,
+                };
+                let is_stored = model.stored.contains(&payload)
+                    && self.settings.roomy
+                    && !self.history.roomy_broken;
+                let is_behind = depth * HASH_BLOCK > tokens || depth * HASH_BLOCK <= end.tokens.0;
+                if held.has(lack.group, block) || is_behind || is_stored {
+                    return Err(format!("{}: a save lacks {payload:?}: {end:?}", of.name));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What the device holds: all blocks of full attention, or some of them, and some blocks of other groups.
+    fn on_device(&mut self, session: usize, tokens: u32) -> OnDevice {
+        let only = self.random.chance(250);
+        let offers = self.offers(session, tokens, only);
+        OnDevice { only, offers }
+    }
+
+    /// Some blocks of groups without full attention, or of all groups.
+    fn offers(&mut self, session: usize, tokens: u32, all: bool) -> Vec<Offer> {
         let spec = &self.models[self.sessions[session].namespace].spec;
         let mut offers = Vec::new();
         for (group, of) in (0u8..).zip(&spec.groups) {
             let blocks = u64::from(tokens / of.block_tokens.max(1));
-            if of.kind == GroupKind::Full || blocks == 0 {
+            if of.kind == GroupKind::Full && !all || blocks == 0 {
                 continue;
             }
             for _ in 0..self.random.below(4) {
-                let first = self.random.below(blocks) as u32;
+                let begins = of.kind == GroupKind::Full && self.random.chance(500);
+                let first = match begins {
+                    true => 0,
+                    false => self.random.below(blocks) as u32,
+                };
                 let count = self.random.range(1, 8) as u32;
                 offers.push(Offer {
                     group,

@@ -120,7 +120,7 @@ fn request(engine: &mut Engine, session: SessionId, chain: &[BlockHash], asked: 
         while engine.wake() == Due::Now {
             engine.turn(Room::io(0), &mut Started::default());
         }
-        if !granted.refused {
+        if granted.end.refused.is_none() {
             break;
         }
     }

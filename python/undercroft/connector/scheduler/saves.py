@@ -280,7 +280,7 @@ class Saves:
 
     def _granted(self, save: _Pending, grant: SaveGrant) -> SaveResult:
         copies: list[GroupCopy] = []
-        refused = grant.refused
+        refused = grant.refused is not None
         given_up = save.given_up
         try:
             if grant.extents and not save.is_unwanted:

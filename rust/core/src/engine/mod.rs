@@ -60,9 +60,10 @@ pub use hints::HintCursor;
 pub use ids::SessionId;
 pub use lookup_cursor::LookupCursor;
 pub use residency::{Moves, TierSize};
+pub use save_cursor::{Granted, SaveLimit, SaveProgress, Transfer};
 #[cfg(feature = "check")]
 pub use verbs::Held;
 pub use verbs::{
-    ChainBytes, Drained, Due, Engine, Granted, HitExtents, OperationCount, Recovery, ResizeOrder,
-    ResizeRefusal, Resized, Room, SaveLimit, SaveProgress, SessionUsage, Started, Transfer,
+    ChainBytes, Drained, Due, Engine, HitExtents, OperationCount, Recovery, ResizeOrder,
+    ResizeRefusal, Resized, Room, SessionUsage, Started,
 };

@@ -10,7 +10,8 @@ use undercroft_core::hint::HintAnswer;
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::session::{
-    BlockEvents, Extent, Lookup, PromotionWait, SaveGrant, SessionToken, Tokens, TransferId,
+    BlockEvents, Extent, Lookup, PromotionWait, SaveEnd, SaveGrant, SessionToken, Tokens,
+    TransferId,
 };
 
 use crate::protocol::{ClientMessage, LeasedHit, LookupAnswer, ServerMessage};
@@ -218,7 +219,7 @@ impl ClientState {
                     id,
                     session,
                     extents: Vec::new(),
-                    refused: false,
+                    end: SaveEnd::default(),
                 });
             }
         }
@@ -249,9 +250,9 @@ impl ClientState {
             } => self.take_answer((request, version), answer, rest, now),
             ServerMessage::Granted {
                 transfer,
-                refused,
+                end,
                 extents,
-            } => return self.take_grant(TransferId(transfer), refused, extents),
+            } => return self.take_grant(TransferId(transfer), end, extents),
             ServerMessage::Events {
                 cleared,
                 more,
@@ -307,7 +308,7 @@ impl ClientState {
         };
     }
 
-    fn take_grant(&mut self, id: TransferId, refused: bool, extents: Vec<Extent>) -> bool {
+    fn take_grant(&mut self, id: TransferId, end: SaveEnd, extents: Vec<Extent>) -> bool {
         let Some(&SessionAddress { session, .. }) = self.open.as_ref() else {
             return false;
         };
@@ -328,7 +329,7 @@ impl ClientState {
             id,
             session,
             extents,
-            refused,
+            end,
         });
         true
     }

@@ -108,6 +108,7 @@ impl ClientState {
                 tokens: save.tokens,
                 // The pieces beyond the limit are not saved.
                 offers: save.offers[..save.offers.len().min(OFFERS_MAX)].to_vec(),
+                only_offers: save.only_offers,
                 hashes,
             })
         };

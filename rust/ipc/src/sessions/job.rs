@@ -69,6 +69,7 @@ pub(super) struct SaveAsked {
     pub(super) transfer: u64,
     pub(super) tokens: Tokens,
     pub(super) offers: Vec<Offer>,
+    pub(super) only_offers: bool,
 }
 
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use undercroft_core::driver::{Driver, EngineAccess};
 use undercroft_core::engine::{SaveLimit, SaveProgress};
 use undercroft_core::session::{
-    Extent, SaveRequest, Tokens, TransferEnd, TransferId, append_extents,
+    Extent, SaveEnd, SaveRefusal, SaveRequest, Tokens, TransferEnd, TransferId, append_extents,
 };
 
 use super::Violation;
@@ -95,11 +95,11 @@ impl ServedSession {
         let state = self.requests.get(&request).filter(|state| !state.over);
         let id = state.and_then(|state| {
             let save = SaveRequest::new(&state.name, &state.hashes, asked.tokens);
-            let save = save.offers(&asked.offers);
+            let save = save.offers(&asked.offers).only_offers(asked.only_offers);
             driver.enter(|engine| engine.start_save(self.id, &save))
         });
         let Some(id) = id.flatten() else {
-            append_grant(asked.transfer, false, Vec::new(), out);
+            append_grant(asked.transfer, SaveEnd::default(), Vec::new(), out);
             return Ok(());
         };
         self.transfers
@@ -138,21 +138,26 @@ impl ServedSession {
         });
         let (extents, ended) = match step {
             Some(SaveProgress::More(extents)) => (extents, None),
-            Some(SaveProgress::Ended { extents, refused }) => (extents, Some(refused)),
-            None => (Vec::new(), Some(false)),
+            Some(SaveProgress::Ended { extents, end }) => (extents, Some(end)),
+            None => (Vec::new(), Some(SaveEnd::default())),
         };
         append_extents(&mut job.extents, extents);
-        let Some(refused) = ended else {
+        let Some(end) = ended else {
             self.jobs.push_front(Job::Save(job));
             return;
         };
         if job.extents.is_empty() {
             self.transfers.remove(&transfer);
         }
-        if !append_grant(transfer, refused, job.extents, out) {
+        if !append_grant(transfer, end, job.extents, out) {
             // Too many extents for one frame.
             self.end_transfer(driver, transfer, TransferEnd::Failed, budgets);
-            append_grant(transfer, true, Vec::new(), out);
+            let refused = Some(SaveRefusal::HostFull);
+            let end = SaveEnd {
+                refused,
+                ..SaveEnd::default()
+            };
+            append_grant(transfer, end, Vec::new(), out);
         }
     }
 
@@ -178,6 +183,7 @@ fn asked_save(message: SaveMessage<'_>) -> (u64, SaveAsked) {
         transfer: message.transfer,
         tokens: message.tokens,
         offers: message.offers,
+        only_offers: message.only_offers,
     };
     (message.request, asked)
 }
@@ -190,10 +196,10 @@ pub(super) fn end_some(driver: &Driver, transfer: TransferId, end: TransferEnd) 
 }
 
 /// Appends a grant. Returns false if there are too many extents for one frame.
-fn append_grant(transfer: u64, refused: bool, extents: Vec<Extent>, out: &mut Vec<u8>) -> bool {
+fn append_grant(transfer: u64, end: SaveEnd, extents: Vec<Extent>, out: &mut Vec<u8>) -> bool {
     let reply = ServerMessage::Granted {
         transfer,
-        refused,
+        end,
         extents,
     };
     reply.append_to(out)

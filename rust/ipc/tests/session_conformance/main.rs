@@ -68,6 +68,7 @@ conformance_of_all! {
         a_failed_save_is_not_found,
         a_save_of_cached_blocks_has_nothing_to_copy,
         a_save_goes_on_where_the_last_one_of_its_request_ended,
+        a_save_without_its_prefix_takes_no_slot,
         several_saves_are_under_way_at_a_time,
         a_save_without_memory_is_refused_and_granted_later,
         offered_blocks_of_a_window_are_saved_with_new_blocks_and_with_cached_ones,

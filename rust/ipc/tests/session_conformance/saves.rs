@@ -1,7 +1,7 @@
 //! Saves.
 
 use undercroft_core::namespace::GroupKind;
-use undercroft_core::session::{Offer, Save, SaveGrant, SaveRequest};
+use undercroft_core::session::{Offer, Save, SaveGrant, SaveRefusal, SaveRequest};
 
 use crate::rig::{
     ARENA_BLOCKS, BLOCK, Implementation, SessionRig, full, grant, hashes, hit, look_up, miss,
@@ -24,7 +24,7 @@ pub(crate) fn a_save_is_found_when_it_has_ended_and_not_before(of: Implementatio
     within.0 += BLOCK - 1;
     let grant = grant(&*session, &SaveRequest::new("s", &hashes(1, 9), within));
     assert_eq!(shape(&grant.extents), [(0, 0, 8)], "full blocks");
-    assert!(!grant.refused);
+    assert_eq!(grant.end.refused, None);
     assert_eq!(look_up(&*session, "before", &prompt), miss(0));
     rig.fill(&grant.extents, 1);
     session.end_transfer(grant.id, true);
@@ -50,7 +50,7 @@ pub(crate) fn a_save_of_cached_blocks_has_nothing_to_copy(of: Implementation) {
     rig.save(&*session, 1, 8);
     let prompt = hashes(1, 8);
     let grant = grant(&*session, &SaveRequest::new("s", &prompt, tokens(8)));
-    assert_eq!((grant.extents.len(), grant.refused), (0, false));
+    assert_eq!((grant.extents.len(), grant.end.refused), (0, None));
     rig.sync(&*session);
     assert_eq!(rig.in_use()[3], 0, "the save has ended");
 }
@@ -64,6 +64,37 @@ pub(crate) fn a_save_goes_on_where_the_last_one_of_its_request_ended(of: Impleme
         let grant = rig.save_as(&*session, 1, &save);
         assert_eq!(shape(&grant.extents), [expected]);
     }
+    assert_eq!(look_up(&*session, "r", &prompt), hit(8, 8));
+}
+
+pub(crate) fn a_save_without_its_prefix_takes_no_slot(of: Implementation) {
+    let rig = SessionRig::new(of);
+    let session = rig.open(full());
+    rig.save(&*session, 1, 2);
+    let prompt = hashes(1, 8);
+    let held = |first_block, end_block| Offer {
+        group: 0,
+        first_block,
+        end_block,
+    };
+    let asked = |name: &str, offers: &[Offer]| {
+        let save = SaveRequest::new(name, &prompt, tokens(8));
+        let save = save.offers(offers).only_offers(true);
+        let grant = rig.save_as(&*session, 1, &save);
+        let end = grant.end;
+        assert_eq!(end.refused.is_some(), !end.lacks.is_empty());
+        (shape(&grant.extents), end.tokens, end.lacks)
+    };
+    let below = asked("below", &[held(5, 8)]);
+    assert_eq!(below, (vec![], tokens(2), vec![held(2, 5)]));
+    assert_eq!(rig.in_use()[3], 0, "the save has ended");
+    let holes = asked("holes", &[held(1, 4), held(5, 6), held(7, 9)]);
+    let lacks = vec![held(4, 5), held(6, 7)];
+    assert_eq!(holes, (vec![(0, 2, 2)], tokens(4), lacks));
+    let joins = asked("joins", &[held(4, 8)]);
+    assert_eq!(joins, (vec![(0, 4, 4)], tokens(8), vec![]));
+    let nothing = asked("nothing", &[]);
+    assert_eq!(nothing, (vec![], tokens(8), vec![]));
     assert_eq!(look_up(&*session, "r", &prompt), hit(8, 8));
 }
 
@@ -117,14 +148,18 @@ pub(crate) fn a_save_without_memory_is_refused_and_granted_later(of: Implementat
     let all = SaveRequest::new("large", &large, tokens(ARENA_BLOCKS));
     let all = grant(&*session, &all);
     assert_eq!(shape(&all.extents), [(0, 0, most as usize)]);
-    assert_eq!(all.refused, most < ARENA_BLOCKS);
+    assert_eq!(all.end.refused.is_some(), most < ARENA_BLOCKS);
     let save = SaveRequest::new("small", &small, tokens(8));
     let refused = grant(&*session, &save);
-    assert_eq!((refused.extents.len(), refused.refused), (0, true));
+    let end = refused.end.refused;
+    assert_eq!(
+        (refused.extents.len(), end),
+        (0, Some(SaveRefusal::HostFull))
+    );
     session.end_transfer(all.id, false);
     let granted = rig.save_as(&*session, 2, &save);
     assert_eq!(shape(&granted.extents), [(0, 0, 8)]);
-    assert!(!granted.refused);
+    assert_eq!(granted.end.refused, None);
     assert_eq!(look_up(&*session, "r", &small), hit(8, 8));
 }
 

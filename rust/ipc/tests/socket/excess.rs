@@ -91,14 +91,15 @@ fn others_are_answered_while_a_long_save_is_carried_out() {
             transfer,
             tokens: Tokens(count * TOKENS),
             offers: Vec::new(),
+            only_offers: false,
             hashes: known,
         }));
         assert!(other.is_served());
         overtook |= !has_answer(&saver);
-        assert!(matches!(
-            saver.hear(),
-            Some(ServerMessage::Granted { refused: false, .. })
-        ));
+        let granted = saver.hear();
+        assert!(
+            matches!(granted, Some(ServerMessage::Granted { end, .. }) if end.refused.is_none())
+        );
     }
     assert!(overtook, "a save of {count} blocks always came first");
 }
@@ -160,6 +161,15 @@ fn a_client_that_does_not_read_its_answers_is_not_listened_to() {
     until("nothing is left", || rig.in_use() == [0; 4]);
 }
 
+/// Hashes of one byte each.
+fn run_of(known: u32, bytes: &[u8]) -> HashRun<'_> {
+    HashRun {
+        known,
+        hash_bytes: 1,
+        bytes,
+    }
+}
+
 #[test]
 fn hashes_beyond_a_clients_share_are_not_kept_and_its_lookups_are_misses() {
     let dir = tempfile::tempdir().unwrap();
@@ -169,11 +179,7 @@ fn hashes_beyond_a_clients_share_are_not_kept_and_its_lookups_are_misses() {
     let (mut other, _) = Raw::registered(&socket);
     let bytes: Vec<u8> = (0..500_000u32).map(|at| at as u8).collect();
     for request in 1..=8 {
-        let hashes = HashRun {
-            hash_bytes: 1,
-            ..run(&bytes)
-        };
-        greedy.say(&lookup_of(request, 1, hashes));
+        greedy.say(&lookup_of(request, 1, run_of(0, &bytes)));
         let answer = greedy.hear();
         assert!(
             matches!(answer, Some(ServerMessage::Answer { .. })),
@@ -185,17 +191,13 @@ fn hashes_beyond_a_clients_share_are_not_kept_and_its_lookups_are_misses() {
     let kept: u64 = kept.map(|of| of["request_bytes"].as_u64().unwrap()).sum();
     assert!(kept < 64 << 20, "{kept} bytes are kept");
     // The last one goes on to be asked about, and the others find room.
-    let more = HashRun {
-        known: 500_000,
-        hash_bytes: 1,
-        bytes: b"x",
-    };
     greedy.say(&ClientMessage::BeginSave(SaveMessage {
         request: 8,
         transfer: 1,
         tokens: Tokens(TOKENS),
         offers: Vec::new(),
-        hashes: more,
+        only_offers: false,
+        hashes: run_of(500_000, b"x"),
     }));
     let granted = greedy.hear();
     assert!(
@@ -220,11 +222,6 @@ fn a_new_request_beyond_a_clients_share_is_a_miss_until_it_ends() {
         ok: true,
     });
     let bytes = vec![7; 1 << 19];
-    let run_of = |known, bytes| HashRun {
-        known,
-        hash_bytes: 1,
-        bytes,
-    };
     // Two requests of each length take the share but for the bytes of the shortest one.
     let sizes = (0..=19).rev().map(|power| 1 << power).chain([0]);
     for (request, len) in (100..).zip(sizes.flat_map(|len| [len, len])) {
@@ -269,6 +266,7 @@ fn a_new_request_beyond_a_clients_share_is_a_miss_until_it_ends() {
         transfer: 2,
         tokens: Tokens(TOKENS),
         offers: Vec::new(),
+        only_offers: false,
         hashes: run_of(known + 1, b"y"),
     }));
     let granted = greedy.hear();
@@ -527,6 +525,7 @@ fn a_first_message_that_is_too_long_and_too_many_offers_are_not_decoded() {
             transfer: 1,
             tokens: Tokens(TOKENS),
             offers: vec![offer; count],
+            only_offers: false,
             hashes: run(&joined(&hashes(1, 1))),
         }));
         assert_eq!(raw.hear().is_some(), is_taken, "{count} offers");

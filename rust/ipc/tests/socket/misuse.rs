@@ -218,6 +218,7 @@ impl Numbers {
                 transfer,
                 tokens: one,
                 offers: (0..self.below(3)).map(|_| self.offer()).collect(),
+                only_offers: self.below(2) == 0,
                 hashes: self.hashes(request, bytes),
             }),
             5 if self.below(8) == 0 => ClientMessage::BeginLoad {

@@ -129,6 +129,7 @@ impl Raw {
             transfer: save,
             tokens: tokens_of(hashes),
             offers: Vec::new(),
+            only_offers: false,
             hashes: run(&bytes),
         }));
         match self.hear() {
@@ -150,6 +151,7 @@ impl Raw {
             transfer: 1000 + self.numbers,
             tokens: tokens_of(hashes),
             offers: Vec::new(),
+            only_offers: false,
             hashes: run(&bytes),
         }));
         match self.hear() {

@@ -168,12 +168,7 @@ impl Rig {
             let tokens = Tokens(hashes.len() as u32 * BLOCK);
             engine.begin_save(
                 session,
-                &SaveRequest {
-                    request: "save",
-                    hashes: &hashes,
-                    tokens,
-                    offers,
-                },
+                &SaveRequest::new("save", &hashes, tokens).offers(offers),
             )
         });
         let blocks = granted.transfer.map_or(0, |transfer| {

@@ -5,7 +5,7 @@ use undercroft_core::engine::{Engine, SessionId};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::NamespaceSpec;
 use undercroft_core::remote::RemoteWrite;
-use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_core::session::{LookupRequest, Offer, SaveRefusal, SaveRequest, Tokens};
 
 use crate::rig::{BLOCK, Host, Random, SLOT, chain, config, model};
 use crate::store::Objects;
@@ -141,4 +141,38 @@ fn an_object_ends_at_a_block_that_its_own_eviction_bares() {
         BEFORE as u32 + 1
     );
     reader.check();
+}
+
+/// A client that holds a part of the gap, and blocks behind it.
+#[test]
+fn a_save_fills_a_gap_up_to_the_first_block_that_its_client_lacks() {
+    let hashes = chain(&[(1, ALL as u32)]);
+    let (mut host, session) = host_with_gap(7, &hashes, 4);
+    let range = |first, end| Offer {
+        group: 0,
+        first_block: first as u32,
+        end_block: end as u32,
+    };
+    let (middle, behind) = (BEFORE + 4, BEFORE + GAP);
+    let held = [
+        range(BEFORE, middle),
+        range(middle + 1, middle + 3),
+        range(behind, ALL),
+    ];
+    let save = SaveRequest::new("s", &hashes, Tokens(ALL as u32 * BLOCK));
+    let save = save.offers(&held).only_offers(true);
+    let granted = host.enter(|engine| engine.begin_save(session, &save));
+    let lacks = vec![range(middle, middle + 1), range(middle + 3, behind)];
+    assert_eq!(granted.end.lacks, lacks);
+    assert_eq!(granted.end.refused, Some(SaveRefusal::PrefixGone));
+    assert_eq!(granted.end.tokens, Tokens(middle as u32 * BLOCK));
+    let transfer = granted.transfer.expect("the beginning of the gap");
+    let slots: usize = transfer.extents.iter().map(|one| one.offsets.len()).sum();
+    assert_eq!(slots, middle - BEFORE);
+    host.fill(&transfer.extents, &hashes, MODEL);
+    host.enter(|engine| engine.end_transfer(transfer.id, true));
+    let kept = &hashes[..middle];
+    let found = host.look(session, &LookupRequest::new("r", &kept));
+    assert_eq!(found.tokens(), Some(granted.end.tokens));
+    host.check();
 }

@@ -233,16 +233,22 @@ impl Residency {
                     .all(|payload| payload.disk == DiskState::Empty)
     }
 
-    /// Group of a required payload of a node that is in no tier.
-    pub(in crate::engine) fn missing_group(&self, id: NodeId) -> Option<u8> {
+    /// Groups of a node's required payloads that are in no tier.
+    pub(in crate::engine) fn missing_groups(&self, id: NodeId) -> impl Iterator<Item = u8> {
         let node = self.node(id);
-        let mut payloads = (0u8..).zip(node.payloads());
-        let missing = payloads.find(|(group, payload)| {
-            node.requires(*group)
-                && payload.host == HostState::Empty
-                && !payload.has_slot(Tier::Disk)
-        });
+        let missing = (0u8..)
+            .zip(node.payloads())
+            .filter(move |(group, payload)| {
+                node.requires(*group)
+                    && payload.host == HostState::Empty
+                    && !payload.has_slot(Tier::Disk)
+            });
         missing.map(|(group, _)| group)
+    }
+
+    /// The first of [`Residency::missing_groups`].
+    pub(in crate::engine) fn missing_group(&self, id: NodeId) -> Option<u8> {
+        self.missing_groups(id).next()
     }
 
     /// Whether a required payload of a node is in no tier.

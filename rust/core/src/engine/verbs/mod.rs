@@ -27,5 +27,4 @@ pub use io::OperationCount;
 pub use jobs::{Due, Room, Started};
 pub use orders::{Drained, ResizeOrder, ResizeRefusal, Resized};
 pub use recover::Recovery;
-pub use save::{Granted, SaveLimit, SaveProgress, Transfer};
 pub use served::{ChainBytes, HitExtents, SessionUsage};

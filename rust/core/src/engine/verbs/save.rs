@@ -9,63 +9,18 @@ use slotmap::KeyData;
 use crate::forest::{DiskState, HostState, NONE, NodeId};
 use crate::key::{BlockHash, HashSource};
 use crate::namespace::GroupKind;
-use crate::session::{Extent, Offer, SaveRequest, TransferId, append_extents};
+use crate::session::{
+    Offer, SaveEnd, SaveRefusal, SaveRequest, Tokens, TransferId, append_extents,
+};
 
 use super::super::ids::{RequestId, SessionId, TransferKey, id_of};
 use super::super::residency::Region;
-use super::super::save_cursor::{BlockOffers, Gaps, Offers, SaveCursor};
+use super::super::save_cursor::{
+    BlockOffers, Gaps, Granted, Limited, Offers, SaveCursor, SaveLimit, SaveProgress, Transfer,
+    merged,
+};
 use super::super::sessions::{SaveTransfer, TransferKind, TransferState};
 use super::engine::Engine;
-
-/// The slots that a worker copies to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Transfer {
-    /// Names the transfer for [`Engine::end_transfer`].
-    pub id: TransferId,
-    /// Slots by group.
-    pub extents: Vec<Extent>,
-}
-
-/// The answer to a [`SaveRequest`].
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Granted {
-    /// `None` if there is nothing to copy.
-    pub transfer: Option<Transfer>,
-    /// Blocks were left out because memory was short: the client may ask for the save again.
-    pub refused: bool,
-}
-
-/// The most work that one step of a save does.
-#[derive(Clone, Copy, Debug)]
-pub struct SaveLimit {
-    /// Blocks that the step looks at.
-    pub blocks: u32,
-    /// Bytes of slots that the step reserves; blocks that do not fit are left out.
-    pub bytes: u64,
-}
-
-impl SaveLimit {
-    /// The whole save, in all of the memory.
-    pub const NONE: Self = Self {
-        blocks: u32::MAX,
-        bytes: u64::MAX,
-    };
-}
-
-/// The result of a step of a save.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum SaveProgress {
-    /// Slots that this step has reserved; more steps follow.
-    More(Vec<Extent>),
-    /// The last slots: the copies may begin, and [`Engine::end_transfer`] follows. If no step has reserved
-    /// a slot, the save has ended.
-    Ended {
-        /// Slots of this step.
-        extents: Vec<Extent>,
-        /// See [`Granted::refused`].
-        refused: bool,
-    },
-}
 
 /// Why a payload got no slot in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,10 +68,10 @@ impl Engine {
         loop {
             match self.step_save(id, save, SaveLimit::NONE) {
                 SaveProgress::More(extents) => append_extents(&mut all, extents),
-                SaveProgress::Ended { extents, refused } => {
+                SaveProgress::Ended { extents, end } => {
                     append_extents(&mut all, extents);
                     let transfer = (!all.is_empty()).then_some(Transfer { id, extents: all });
-                    return Granted { transfer, refused };
+                    return Granted { transfer, end };
                 }
             }
         }
@@ -154,19 +109,28 @@ impl Engine {
             // The policies have weighed the blocks before, which are not saved.
             next = next.max(blocks.offered + 1);
         }
+        let offers = Offers::new(save.offers, save.only_offers);
+        let (mut lacks, mut reach) = (Vec::new(), hash_blocks);
+        if save.only_offers {
+            (lacks, reach) = offers.lacking(self.residency.spec(ns), (depth, hash_blocks));
+        }
         let cursor = SaveCursor {
             ns,
             instance: self.namespaces.instance(ns),
-            hash_blocks,
+            hash_blocks: reach,
             gaps: Gaps::above(anchor),
-            offers: Offers::new(save.offers),
+            offers,
+            end: SaveEnd {
+                tokens: Tokens(0),
+                refused: (!lacks.is_empty()).then_some(SaveRefusal::PrefixGone),
+                lacks,
+            },
             depth,
             next,
             next_offer: (0, 0),
             blocks,
             tail: anchor,
             here: depth,
-            refused: false,
         };
         let key = self.sessions.begin_transfer(TransferState {
             session,
@@ -194,7 +158,7 @@ impl Engine {
         else {
             return SaveProgress::Ended {
                 extents: Vec::new(),
-                refused: false,
+                end: SaveEnd::default(),
             };
         };
         self.residency.allow_page_moves(self.config.visits / 2);
@@ -212,8 +176,11 @@ impl Engine {
             tail: (leased, epoch),
             limit,
         };
-        let ended = !self.may_go_on(session, &plan) || self.go_on(&mut plan);
+        let is_valid = self.may_go_on(session, &plan);
+        let ended = !is_valid || self.go_on(&mut plan);
         plan.cursor.here = self.residency.forest().depth(plan.tail.0);
+        let reached = if is_valid { self.reached(&plan) } else { 0 };
+        plan.cursor.end.tokens = Tokens(reached * self.residency.hash_block_size(plan.cursor.ns));
         let ended = self.lease_tail(&mut plan, leased, ended);
         self.keep_step(key, session, save.request, plan, ended)
     }
@@ -227,14 +194,35 @@ impl Engine {
             && (tail == NONE || !self.residency.has_left_index(tail))
     }
 
+    /// Hash blocks of the chain of which the index has every required payload.
+    fn reached(&self, plan: &SavePlan<'_>) -> u32 {
+        let (tail, epoch) = plan.tail;
+        if tail == NONE || !self.residency.forest().is_live(tail, epoch) {
+            return 0;
+        }
+        let gap = plan.cursor.gaps.found.last();
+        let above = gap.map(|&gap| self.residency.node(gap).depth - 1);
+        above.unwrap_or(match plan.cursor.gaps.stay {
+            true => plan.cursor.depth,
+            false => plan.cursor.here,
+        })
+    }
+
     /// Carries out a step. Returns whether the save has ended.
     fn go_on(&mut self, plan: &mut SavePlan<'_>) -> bool {
+        if !self.find_gaps(plan) {
+            return false;
+        }
         match self.fill_gaps(plan) {
+            // No lookup would reach a block behind a gap that stays.
+            Ok(true) if plan.cursor.gaps.stay => self.add_to_chain(plan),
             Ok(true) => self.add_to_chain(plan) && self.extend_chain(plan),
             Ok(false) => false,
             Err(refusal) => {
                 // No lookup reaches a block behind a gap.
-                plan.cursor.refused |= refusal == SlotRefusal::Full;
+                if refusal == SlotRefusal::Full {
+                    plan.cursor.end.refused = Some(SaveRefusal::HostFull);
+                }
                 true
             }
         }
@@ -275,7 +263,7 @@ impl Engine {
         let extents = self.residency.extents(&payloads);
         let bytes = self.residency.slot_bytes_of(&payloads);
         self.sessions.add_save_bytes(key, bytes);
-        let (blocks, refused, here) = (cursor.blocks, cursor.refused, cursor.here);
+        let (blocks, here) = (cursor.blocks, cursor.here);
         let (_, save) = self.sessions.save_mut(key).expect("a save that goes on");
         save.payloads.extend(payloads);
         if !ended {
@@ -293,7 +281,12 @@ impl Engine {
             let saved = state.saved.entry(request.into()).or_insert(0);
             *saved = (*saved).max(here);
         }
-        SaveProgress::Ended { extents, refused }
+        let lacks = merged(&cursor.end.lacks);
+        let end = SaveEnd {
+            lacks,
+            ..cursor.end
+        };
+        SaveProgress::Ended { extents, end }
     }
 
     /// Which blocks the policies have weighed. A block that was not admitted may be in the index now.
@@ -306,27 +299,35 @@ impl Engine {
         blocks
     }
 
-    /// Reserves slots, front to back, for required payloads that are missing in the middle of the chain that existed
-    /// when the save began. Returns whether all gaps are filled; `Err` if a slot is refused.
-    fn fill_gaps(&mut self, plan: &mut SavePlan<'_>) -> Result<bool, SlotRefusal> {
+    /// Finds the required payloads that are missing in the middle of the chain that existed when the save began. Returns
+    /// whether all are found.
+    fn find_gaps(&mut self, plan: &mut SavePlan<'_>) -> bool {
         // The save's lease keeps these nodes: they are the tail, and nodes above.
         while plan.cursor.gaps.at != NONE {
             let node = self.residency.node(plan.cursor.gaps.at);
             if node.is_visible() {
                 plan.cursor.gaps.at = NONE;
             } else if plan.look() {
+                let parent = node.parent();
                 if node.is_gap() {
-                    plan.cursor.gaps.found.push(plan.cursor.gaps.at);
+                    plan.cursor.note_gap(&self.residency);
                 }
-                plan.cursor.gaps.at = node.parent();
+                plan.cursor.gaps.at = parent;
             } else {
-                return Ok(false);
+                return false;
             }
-            if plan.cursor.gaps.at == NONE && !plan.cursor.gaps.found.is_empty() {
+            let gaps = &plan.cursor.gaps;
+            if gaps.at == NONE && !gaps.found.is_empty() && !gaps.stay {
                 // The blocks below are used, too: lookups are about to reach them again.
                 self.residency.renew(plan.tail.0);
             }
         }
+        true
+    }
+
+    /// Reserves slots, front to back, for the payloads that are missing in the middle of the chain. Returns whether all
+    /// gaps are filled; `Err` if a slot is refused.
+    fn fill_gaps(&mut self, plan: &mut SavePlan<'_>) -> Result<bool, SlotRefusal> {
         while let Some(&node) = plan.cursor.gaps.found.last() {
             if !plan.look() {
                 return Ok(false);
@@ -394,7 +395,7 @@ impl Engine {
             }
             self.residency.reconcile(node);
             if refusal == SlotRefusal::Full {
-                plan.cursor.refused = true;
+                plan.cursor.end.refused = Some(SaveRefusal::HostFull);
                 return SaveStep::End;
             }
             plan.cursor.blocks.not_admitted = depth;
@@ -551,29 +552,5 @@ impl Engine {
         if ok {
             self.offer_remote_saved(payloads);
         }
-    }
-}
-
-/// The first `len` hashes.
-struct Limited<'a> {
-    hashes: &'a dyn HashSource,
-    len: usize,
-}
-
-impl<'a> Limited<'a> {
-    fn new(hashes: &'a dyn HashSource, len: u32) -> Self {
-        Self {
-            hashes,
-            len: len as usize,
-        }
-    }
-}
-
-impl HashSource for Limited<'_> {
-    fn len(&self) -> usize {
-        self.len
-    }
-    fn get(&self, index: usize) -> Option<BlockHash> {
-        (index < self.len).then(|| self.hashes.get(index)).flatten()
     }
 }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use undercroft_core::key::BlockHash;
 use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_core::session::{
-    ArenaOffset, Extent, Hit, Lookup, LookupRequest, Priority, Save, SaveRequest, SessionToken,
-    Sources, Tokens, TransferId,
+    ArenaOffset, Extent, Hit, Lookup, LookupRequest, Priority, Save, SaveEnd, SaveRequest,
+    SessionToken, Sources, Tokens, TransferId,
 };
 
 use super::{ClientState, Polled, SessionAddress};
@@ -105,7 +105,7 @@ impl StateRig {
     fn grant(&mut self, save: TransferId) -> bool {
         let granted = ServerMessage::Granted {
             transfer: save.0,
-            refused: false,
+            end: SaveEnd::default(),
             extents: vec![extent(0, 0..1)],
         };
         self.state.take(granted, self.now)
