@@ -132,6 +132,25 @@ def test_a_piece_whose_prefix_is_evicted_is_refused(left: int) -> None:
         assert (pool.rows[:600] == wanted).all()
 
 
+@pytest.mark.parametrize("piece", [500, 10_000], ids=["in pieces", "at once"])
+def test_a_prompt_larger_than_host_memory_is_kept(piece: int, tmp_path: Path) -> None:
+    count, chain = 10_000, keys(9, 10_000)
+    wanted = content(9, count)
+    with opened(on_disk(tmp_path)) as cache:
+        pool = Pool(cache, rows=piece)
+        for first in range(0, count, piece):
+            pool.rows[:] = wanted[first : first + piece]
+            job = cache.save(chain[: first + piece], [pool.blocks(first, piece)], timeout_s=60.0)
+            assert job.complete, f"{len(job.done.get(0, ()))} of {piece} blocks from {first} on"
+        assert cache.engine.flush(60.0)
+    with opened(on_disk(tmp_path)) as cache:
+        pool = Pool(cache, rows=piece)
+        for first in range(0, count, piece):
+            blocks = [pool.blocks(first, piece)]
+            assert cache.load(chain[: first + piece], blocks, begin=first * TOKENS, timeout_s=60.0).complete
+            assert (pool.rows == wanted[first : first + piece]).all()
+
+
 def test_several_chains_are_saved_and_asked_for_together() -> None:
     with opened({}) as cache:
         pool = Pool(cache)

@@ -191,15 +191,28 @@ class Cache:
         """Read blocks into the program's memory, and wait for them. Blocks that are not read within ``timeout_s``
         seconds are misses. ``begin``: the tokens before the first block."""
         name, until = self._new_name(), time.monotonic() + timeout_s
+        job, is_shorter = Job(self._checked(blocks), is_load=True, _is_awaited=True), True
         try:
-            found = self.find(name, chain, begin=begin, wait_s=timeout_s)
-            while found.pending and (left := until - time.monotonic()) > 0 and self.wait(name, left):
-                found = self.find(name, chain, begin=begin, wait_s=timeout_s)
-            job = Job(self._checked(blocks), is_load=True, _is_awaited=True)
             with self._ended_after_an_error([job]):
-                return self._wait_for(self._load(job, name, begin, 0 if found.pending else found.tokens))
+                while is_shorter:
+                    found = self._found(name, chain, begin, until)
+                    count, end = job.copied_bytes, 0 if found.pending else found.tokens
+                    job.ended = False
+                    self._wait_for(self._load(job, name, begin, end))
+                    # Blocks for which there was no memory follow when those before them have left it.
+                    is_shorter = end < found.shared_tokens and count < job.copied_bytes and time.monotonic() < until
+                    begin = end
+                return job
         finally:
             self.forget(name)
+
+    def _found(self, name: str, chain: list[bytes], begin: int, until: float) -> Lookup:
+        """The answer of `find` that there is until then."""
+        wait_s = max(0.0, until - time.monotonic())
+        found = self.find(name, chain, begin=begin, wait_s=wait_s)
+        while found.pending and (left := until - time.monotonic()) > 0 and self.wait(name, left):
+            found = self.find(name, chain, begin=begin, wait_s=wait_s)
+        return found
 
     def save(self, chain: list[bytes], blocks: Sequence[Blocks], *, timeout_s: float = 5.0) -> Job:
         """Save blocks, and wait until they are in memory of the cache; they are written to the disk afterwards. Blocks

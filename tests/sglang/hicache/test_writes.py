@@ -38,6 +38,23 @@ def test_a_burst_that_outruns_the_disk_is_written(is_whole: bool, tmp_path: Path
     store.close()
 
 
+def test_a_prompt_larger_than_host_memory_is_kept(tmp_path: Path) -> None:
+    pool = mha(heads=32)
+    chain = keys("long", 48 * 8)
+    assert len(chain) * pool.get_data_page(0).nbytes >= 3 * 16 * MIB
+    store = opened(tmp_path, pool, host_memory="16MiB", disk_capacity="96MiB")
+    for at in range(0, len(chain), 48):
+        piece = chain[at : at + 48]
+        assert all(store.batch_set_v1(piece, fill(pool, range(48), piece), after(chain[:at])))
+    store.close()
+    store = opened(tmp_path, pool, host_memory="16MiB", disk_capacity="96MiB")
+    for at in range(0, len(chain), 48):
+        piece = chain[at : at + 48]
+        assert all(store.batch_get_v1(piece, wipe(pool, range(48)), after(chain[:at])))
+        assert wrong(pool, range(48), piece) == []
+    store.close()
+
+
 class Disk:
     """An engine with 1,000 MiB of memory, its disk, and the clock."""
 

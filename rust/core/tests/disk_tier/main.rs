@@ -10,6 +10,7 @@ mod crash;
 mod damage;
 mod encrypted;
 mod faults;
+mod long_chains;
 mod orders;
 mod recency;
 mod rig;

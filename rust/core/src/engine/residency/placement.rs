@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use crate::disk::{DeviceImage, Disk, capacity_for_payload};
 use crate::error::RegisterError;
 use crate::forest::{
-    DeviceIndex, DiskState, Evictability, HostState, NONE, NodeId, NsId, Payload, Tier, Touch,
+    DeviceIndex, DiskState, Evictability, HostState, NONE, NodeId, NsId, Payload, Tier, Touch, Uses,
 };
 use crate::key::BlockHash;
 use crate::metrics::Counters;
@@ -213,6 +213,36 @@ impl Residency {
             self.inherit_touch(parent, tier, last);
         }
         self.reconcile(id);
+    }
+
+    /// Evicts the payloads that a node has in the arena although it is leased, if it would be a leaf without that lease.
+    /// Returns whether it was.
+    pub(super) fn evict_leased(&mut self, id: NodeId, counters: &mut Counters) -> bool {
+        let once = Uses {
+            pins: 1,
+            ..Uses::default()
+        };
+        if id == NONE || self.node(id).uses() != once || self.node(id).slots(Tier::Host) == 0 {
+            return false;
+        }
+        // The save below needs the node.
+        let is_written = |(group, payload): (u8, Payload)| {
+            !payload.is_in_flight()
+                && (payload.disk == DiskState::Present || !self.node(id).requires(group))
+        };
+        let node = self.node(id);
+        if node.is_detached()
+            || node.active_children(Tier::Host) > 0
+            || !(0u8..).zip(node.payloads()).all(is_written)
+        {
+            return false;
+        }
+        let (parent, last) = (self.parent(id), node.touch().last);
+        self.evict_payloads(id, Tier::Host, true, counters);
+        if let Some(parent) = parent {
+            self.inherit_touch(parent, Tier::Host, last);
+        }
+        true
     }
 
     /// Under LRU a hit touches only its deepest block: when this block is evicted, its parent inherits the touch.

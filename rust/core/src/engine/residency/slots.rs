@@ -67,6 +67,20 @@ impl Residency {
         true
     }
 
+    /// Like [`Residency::reserve_host`], for a block that a save adds below `above`, which it leases (`NONE`: a root). If
+    /// everything else is in use, `above` gives its slots up: the lease keeps the node, and the disk has its payloads.
+    /// Else a chain that fills the arena could not grow, since no block above is a leaf.
+    pub(in crate::engine) fn reserve_below(
+        &mut self,
+        above: NodeId,
+        (id, group): (NodeId, u8),
+        counters: &mut Counters,
+    ) -> bool {
+        self.reserve_host(id, group, HostState::Filling, counters)
+            || self.evict_leased(above, counters)
+                && self.reserve_host(id, group, HostState::Filling, counters)
+    }
+
     /// Allocates a slot of the arena that has no room. The owner's node is leased meanwhile: a node without payloads
     /// stays in the index only for the sake of the nodes below, and another payload of the node may be the next to be
     /// evicted.

@@ -181,6 +181,12 @@ impl Engine {
         plan.cursor.here = self.residency.forest().depth(plan.tail.0);
         let reached = if is_valid { self.reached(&plan) } else { 0 };
         plan.cursor.end.tokens = Tokens(reached * self.residency.hash_block_size(plan.cursor.ns));
+        if plan.cursor.end.refused == Some(SaveRefusal::HostFull) && reached > 0 {
+            // Blocks of the chain for which the disk had no time make room once they are written.
+            let (tail, now_ns) = (plan.tail.0, self.now_ns);
+            self.writeback
+                .offer_hit(tail, &mut self.residency, now_ns, &mut self.counters);
+        }
         let ended = self.lease_tail(&mut plan, leased, ended);
         self.keep_step(key, session, save.request, plan, ended)
     }
@@ -518,7 +524,7 @@ impl Engine {
             self.counters.refused_admission += 1;
             Err(SlotRefusal::NotAdmitted)
         } else if bytes <= plan.limit.bytes
-            && residency.reserve_host(node, group, HostState::Filling, &mut self.counters)
+            && residency.reserve_below(plan.cursor.tail, (node, group), &mut self.counters)
         {
             plan.limit.bytes -= bytes;
             plan.payloads.push((node, group));
