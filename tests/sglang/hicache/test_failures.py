@@ -11,7 +11,9 @@ import pytest
 from sglang.srt.mem_cache import unified_radix_cache
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer, count_pool_hits
 
-from host_pools import after, indices, keys, mha, opened
+from host_pools import after, fill, indices, keys, mha, opened, wipe, wrong
+from served_client import until
+from undercroft import engine
 from undercroft.embed import Cache
 from undercroft.errors import ServerError
 from undercroft.log import LogOnce
@@ -90,3 +92,25 @@ def test_a_radix_tree_that_fails_gives_the_ancestors_only(
     for _ in range(2):
         assert Tree().get_prefix_hash_values(7) == ["a", "b"]
     assert caplog.text.count("does not say which pages") == 1
+
+
+def test_calls_end_in_time_while_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: Any = engine.engine_options
+    monkeypatch.setattr(
+        engine, "engine_options", lambda *args, **more: options(*args, **more) | {"inject_faults": True}
+    )
+    pool = mha()
+    store = opened(tmp_path, pool)
+    assert store.batch_set_v1(CHAIN, fill(pool, range(4), CHAIN), after()) == [True] * 4
+    store.close()
+    store = opened(tmp_path, pool)
+    assert store._engine.limit_reads(0)
+    assert store.batch_exists(CHAIN, after()) == 4, "the index knows them"
+    assert store.batch_get_v1(CHAIN, wipe(pool, range(4)), after()) == NONE
+    assert wrong(pool, range(4), CHAIN) == [0, 1, 2, 3], "nothing is written where nothing was found"
+    more = keys("b", 4)
+    assert store.batch_set_v1(more, fill(pool, range(4), more), after()) == [True] * 4, "there is memory for them"
+    assert store._engine.limit_reads(None)
+    until("pages come again", lambda: all(store.batch_get_v1(CHAIN, wipe(pool, range(4)), after())))
+    assert wrong(pool, range(4), CHAIN) == []
+    store.close()

@@ -94,8 +94,12 @@ def test_a_layout_that_a_variable_chooses_is_another_cache(
 
 def test_the_layout_of_sglangs_unified_keys_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its keys name ranges of layers and heads, whatever rank has them. SGLang 0.5.23 has no argument that chooses
-    them yet, and no layout of pages for back ends."""
+    them yet, no part that makes them, and no layout of pages for back ends."""
     assert not [name for name in ServerArgs.__struct_fields__ if "key_scheme" in name or "head_group" in name]
+    sources = [*Path(environ.__file__).parent.rglob("*.py")]
+    users = [path.name for path in sources if "hicache_key_scheme" in path.read_text(encoding="utf-8")]
+    assert len(sources) > 1_000
+    assert users == [], "SGLang uses its unified keys now: support them"
     for rank in range(2):
         pool = mha("page_unified")
         store = opened(tmp_path, pool, tp_rank=rank, tp_size=2)

@@ -88,11 +88,14 @@ def test_chats_survive_failures_that_sglang_injects(rank: Any, tmp_path: Path, m
     numbers, storage = random.Random(8), 0
     chats = [prompt(number % 3, 3) + prompt(100 + number, 5) for number in range(40)]
     with driver(rank, tmp_path, layout="page_first_direct", policy="write_through") as one:
-        for _ in range(200):
+        # SGLang does not seed its failures: more prompts follow until enough pages came.
+        served = 0
+        while served < 200 or storage <= 20 * PAGE:
             storage += one.serve(numbers.choice(chats)).storage
+            served += 1
+            assert served < 2_000, f"{storage // PAGE} pages came"
         one.tree.sanity_check()
         one.settle()
-    assert storage > 20 * PAGE
 
 
 @pytest.mark.parametrize(("passed", "own"), [(["a"], ["b", "c"]), (["a", "b", "c"], ["b", "c"]), ([], ["a"]), ([], [])])
