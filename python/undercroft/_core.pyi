@@ -479,6 +479,24 @@ class Arena:
         """Whether the arena's engine still runs, by the state of the socket; true without an engine (`create`)."""
 
 @final
+class BlockPlaces:
+    """The places of one group's blocks in the program's memory, checked."""
+
+    def __new__(
+        cls,
+        group: int,
+        parts: Sequence[int],
+        numbers: np.ndarray,
+        addresses: np.ndarray,
+        regions: list[tuple[int, int]],
+    ) -> BlockPlaces:
+        """``parts``: the bytes of each part of a block. ``numbers`` and ``addresses`` are int64 arrays: the ascending
+        numbers of the blocks, and the address of each part of each block. ``regions``: the beginning and the end of
+        each region, ascending. Raises ValueError for a part outside the regions, and for arrays that do not fit
+        together.
+        """
+
+@final
 class Copier:
     """Copies between device pages in host memory (vLLM's CPU platform) and the arena, on threads of its own.
 
@@ -486,14 +504,22 @@ class Copier:
     """
 
     def __new__(cls, arena: Arena, threads: int = 1) -> Copier: ...
-    def submit(
-        self, to_arena: bool, jobs: list[tuple[int, int]], addresses: bytes, offsets: bytes, sizes: bytes
-    ) -> None:
-        """Queue all jobs, or none of them. Each job is a pair: its number, and the number of its pieces. The pieces are
-        little-endian int64 arrays of device addresses, arena offsets and sizes in bytes, in the order of the jobs.
+    def submit(self, to_arena: bool, jobs: list[tuple[int, list[BlockPieces]]]) -> None:
+        """Queue all jobs, or none of them. Each job is a pair: its number, and its pieces.
 
         The memory at the addresses must stay valid, and no other thread may use it, until `poll` returns the job. A
         range outside the arena raises UndercroftError and queues nothing.
+        """
+
+    def submit_blocks(
+        self, to_arena: bool, job: int, extents: list[Extent], places: list[BlockPlaces]
+    ) -> tuple[int, dict[int, list[int]], dict[int, list[int]]]:
+        """Queue the copies of one job between the slots of blocks and their places in the program's memory.
+
+        ``places``: at most one entry for each group. Returns the bytes to be copied, and by group the numbers of the
+        blocks that are copied, and of those that have slots and no places. A save that lacks places queues nothing;
+        neither does a job without pieces. The memory at the places must stay valid, and no other thread may use it,
+        until `poll` returns the job. A range outside the arena raises UndercroftError and queues nothing.
         """
 
     @property
@@ -515,10 +541,11 @@ class BlockPages:
         in the block's shard. Raises ValueError for arrays of different lengths, and for negative numbers.
         """
 
-    def pieces(self, blocks: np.ndarray, offsets: np.ndarray, chunk: int) -> BlockPieces:
+    def pieces(self, blocks: np.ndarray, offsets: np.ndarray, chunk: int | None = None) -> BlockPieces:
         """The pieces of blocks whose shards are at these offsets in the arena (int64 arrays), in order.
 
-        Neighbours on both sides are one piece, and no piece lies on both sides of a multiple of ``chunk`` in the arena.
+        Neighbours on both sides are one piece, and no piece lies on both sides of a multiple of ``chunk`` bytes in the
+        arena.
         Raises ValueError for arrays of different lengths, for negative numbers, and for a chunk of 0 bytes.
         """
 

@@ -9,7 +9,7 @@ from kv_caches import BLOCKS, allocate, full, group, mixed_group, plan, schedule
 from undercroft.device.layout import (
     SUPPORTED_LAYOUTS,
     LayoutError,
-    block_copies,
+    check_blocks,
     device_layout,
     group_shard_bytes,
     unsupported_reason,
@@ -125,21 +125,17 @@ def test_group_mixing_devices_or_without_place_is_declined() -> None:
         group_shard_bytes(config, 0)
 
 
-def test_copies_follow_blocks_slots_and_rank() -> None:
+def test_copies_follow_blocks_and_slots() -> None:
     config = plan("LBHNC", [group("full", 2, full())])
-    pages = device_layout(config, allocate(config)).groups[0]
-    copies = block_copies(pages, np.array([3, 1]), np.array([8192, 0]), rank=1)
-    shard = 2 * FULL_PAGE
-    assert copies.offsets.tolist() == [8192 + shard, 8192 + shard + FULL_PAGE, shard, shard + FULL_PAGE]
-    first, second = pages.addresses.tolist()
-    assert copies.addresses.tolist() == [
-        first + 3 * FULL_PAGE,
-        second + 3 * FULL_PAGE,
-        first + FULL_PAGE,
-        second + FULL_PAGE,
+    layout = device_layout(config, allocate(config)).group(0)
+    first, second = layout.addresses.tolist()
+    pieces = layout.pages().pieces(np.array([3, 1]), np.array([8192, 0]))
+    assert pieces.list() == [
+        (first + 3 * FULL_PAGE, 8192, FULL_PAGE),
+        (second + 3 * FULL_PAGE, 8192 + FULL_PAGE, FULL_PAGE),
+        (first + FULL_PAGE, 0, FULL_PAGE),
+        (second + FULL_PAGE, FULL_PAGE, FULL_PAGE),
     ]
-    assert copies.sizes.tolist() == [FULL_PAGE] * 4
-    assert copies.bytes == 4 * FULL_PAGE
 
 
 @pytest.mark.parametrize("block", [0, -1, BLOCKS])
@@ -147,11 +143,11 @@ def test_blocks_that_hold_no_request_are_refused(block: int) -> None:
     config = plan("LBHNC", GROUPS["one"])
     pages = device_layout(config, allocate(config)).groups[0]
     with pytest.raises(ValueError, match=f"device block {block} cannot be copied; blocks 1 to {BLOCKS - 1} can"):
-        block_copies(pages, np.array([1, block]), np.array([0, 0]), rank=0)
+        check_blocks(pages, np.array([1, block]), np.array([0, 0]))
 
 
 def test_uneven_arrays_are_refused() -> None:
     config = plan("LBHNC", GROUPS["one"])
     pages = device_layout(config, allocate(config)).groups[0]
     with pytest.raises(ValueError, match="as long"):
-        block_copies(pages, np.array([1, 2]), np.array([0]), rank=0)
+        check_blocks(pages, np.array([1, 2]), np.array([0]))

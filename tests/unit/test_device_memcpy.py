@@ -197,3 +197,13 @@ def test_no_driver_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(memcpy.driver, "LIBRARY", "libnone.so.1")
     with pytest.raises(RuntimeError, match=r"libnone\.so\.1: cannot open.*install the NVIDIA driver"):
         batched_copy()
+
+
+def test_pieces_are_whole_unless_they_are_cut() -> None:
+    pages = side_by_side(4096, 100)
+    blocks = np.array([1, 2, 4])
+    assert pages.pieces(blocks, np.array([0, 100, 200])).list() == [(4196, 0, 200), (4496, 200, 100)]
+    assert pages.pieces(blocks[:1], np.array([0]), 64).list() == [(4196, 0, 64), (4260, 64, 36)]
+    for wrong in ((blocks, blocks[:1]), (-blocks, blocks), (blocks, blocks, 0)):
+        with pytest.raises(ValueError):
+            pages.pieces(*wrong)

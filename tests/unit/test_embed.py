@@ -294,10 +294,10 @@ def test_copies_that_cannot_start_are_misses_and_hold_nothing() -> None:
         pool.rows[:4] = content(1, 4)
         attachment = cache._attachment
         assert attachment is not None
-        cache._attachment = attachment._replace(copier=Failing(attachment.copier, "submit"))  # type: ignore[arg-type]
+        cache._attachment = attachment._replace(copier=Failing(attachment.copier, "submit_blocks"))  # type: ignore[arg-type]
         assert cache.save(keys(1, 4), [pool.blocks(0, 4)]).done == {}
         assert cache.save(keys(1, 4), [pool.blocks(0, 4)]).complete
-        cache._attachment = attachment._replace(copier=Failing(attachment.copier, "submit"))  # type: ignore[arg-type]
+        cache._attachment = attachment._replace(copier=Failing(attachment.copier, "submit_blocks"))  # type: ignore[arg-type]
         assert cache.load(keys(1, 4), [pool.blocks(0, 4, row=8)]).done == {}
         assert cache.load(keys(1, 4), [pool.blocks(0, 4, row=8)]).complete
         found = cache.stats()
@@ -425,6 +425,8 @@ def test_memory_that_was_not_named_is_not_touched() -> None:
             cache.save(keys(1, 2), [Blocks(0, np.asarray([1, 0]), pool.blocks(0, 2).addresses)])
         with pytest.raises(ValueError, match="there are 1"):
             cache.save(keys(1, 1), [pool.blocks(0, 1, group=1)])
+        with pytest.raises(ValueError, match="twice"):
+            cache.save(keys(1, 2), [pool.blocks(0, 1), pool.blocks(1, 2)])
         with pytest.raises(ValueError, match="read-only"):
             cache.add_region(bytes(10))
 

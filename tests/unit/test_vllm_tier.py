@@ -187,6 +187,16 @@ def test_chunks_of_a_job_have_the_places_that_each_has_alone() -> None:
         assert len(found) > 80
 
 
+def test_keys_of_a_store_are_put_in_order() -> None:
+    for specs in ([full()], [full(), window(40)]):
+        made = chunks(specs)
+        whole = {key(group, end): end * HASH for group in range(len(specs)) for end in range(1, 20)}
+        shuffled = [*whole, foreign := key(0, 99)]
+        random.Random(0).shuffle(shuffled)
+        context: Any = SimpleNamespace(get_offload_key_position=whole.get)
+        assert made.in_order(shuffled, context) == [foreign, *whole]
+
+
 def test_groups_that_are_not_offloaded_are_left_out() -> None:
     made = chunks([state(), full(), state()], offloaded=[1, 2])
     assert [group.kind for group in made.registration()] == ["full", "state"]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from undercroft._core import Arena, Copier
+from undercroft._core import Arena, BlockPieces, Copier
 from undercroft.device.api import Ended, Job
-from undercroft.device.layout import Copies, DeviceLayout, GroupCopy, block_copies
+from undercroft.device.layout import DeviceLayout, GroupCopy, check_blocks
 
 
 class CpuCopier:
@@ -17,17 +17,24 @@ class CpuCopier:
     def __init__(self, layout: DeviceLayout, arena: Arena, rank: int, threads: int = 1) -> None:
         self._layout = layout
         self._rank = rank
+        self._pages = {index: group.pages() for index, group in layout.groups.items()}
         self._copier = Copier(arena, threads)
 
     def submit(self, to_arena: bool, jobs: Sequence[Job]) -> list[int]:
         """Queue jobs in one call of the core; see `DeviceCopier`."""
-        copies = [job_copies(self._layout, job.groups, self._rank) for job in jobs]
-        counts = [(job.ticket, own.sizes.size) for job, own in zip(jobs, copies, strict=True)]
-        arrays = (
-            b"".join(getattr(own, name).tobytes() for own in copies) for name in ("addresses", "offsets", "sizes")
-        )
-        self._copier.submit(to_arena, counts, *arrays)
-        return [own.bytes for own in copies]
+        self._copier.submit(to_arena, [(job.ticket, [self._pieces(copy) for copy in job.groups]) for job in jobs])
+        return [sum(self._bytes(copy) for copy in job.groups) for job in jobs]
+
+    def _pieces(self, copy: GroupCopy) -> BlockPieces:
+        """Raises ValueError for a group or a block that cannot be copied."""
+        group = self._layout.group(copy.group)
+        ids, offsets = (np.asarray(array, dtype=np.int64) for array in (copy.block_ids, copy.offsets))
+        shards = offsets + self._rank * group.shard_bytes
+        check_blocks(group, ids, shards)
+        return self._pages[copy.group].pieces(ids, shards)
+
+    def _bytes(self, copy: GroupCopy) -> int:
+        return len(copy.block_ids) * self._layout.groups[copy.group].shard_bytes
 
     @property
     def routine(self) -> str:
@@ -48,21 +55,3 @@ class CpuCopier:
     def close(self) -> None:
         """See `DeviceCopier`."""
         self.drain()
-
-
-def job_copies(layout: DeviceLayout, groups: Sequence[GroupCopy], rank: int) -> Copies:
-    """The pieces of all groups of a job. Raises ValueError for a group or block that cannot be copied."""
-    copies = []
-    for copy in groups:
-        known = layout.groups.get(copy.group)
-        if known is None:
-            raise ValueError(f"KV cache group {copy.group} cannot be copied; groups {sorted(layout.groups)} can")
-        copies.append(block_copies(known, copy.block_ids, copy.offsets, rank))
-    if len(copies) == 1:
-        return copies[0]
-    empty = np.empty(0, dtype=np.int64)
-    return Copies(
-        addresses=np.concatenate([empty, *(pieces.addresses for pieces in copies)]),
-        offsets=np.concatenate([empty, *(pieces.offsets for pieces in copies)]),
-        sizes=np.concatenate([empty, *(pieces.sizes for pieces in copies)]),
-    )

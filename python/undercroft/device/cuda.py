@@ -84,7 +84,7 @@ class CudaCopier:
             lane: {index: _gather(group, layout, strategy, border) for index, group in layout.groups.items()}
             for lane, border in below.items()
         }
-        self._pages = {index: _pages(group) for index, group in layout.groups.items()}
+        self._pages = {index: group.pages() for index, group in layout.groups.items()}
         self._pinned = {True: CopyStream(lanes.save), False: CopyStream(lanes.load)}
         self._unpinned = CopyStream(lanes.unpinned)
         self._on_close = on_close
@@ -140,9 +140,7 @@ class CudaCopier:
         return [self._blocks(group, jobs) for group in groups]
 
     def _blocks(self, group: int, jobs: Sequence[Job]) -> _Blocks:
-        known = self._layout.groups.get(group)
-        if known is None:
-            raise ValueError(f"KV cache group {group} cannot be copied; groups {sorted(self._layout.groups)} can")
+        known = self._layout.group(group)
         ids: list[np.ndarray] = []
         starts: list[np.ndarray] = []
         ends: list[int] = []
@@ -262,10 +260,6 @@ def runs(ends: Sequence[int], least: int) -> Iterator[tuple[int, int]]:
         last = end
     if last > begin:
         yield begin, last
-
-
-def _pages(group: GroupLayout) -> BlockPages:
-    return BlockPages(group.addresses, group.strides, group.sizes, group.shard_offsets)
 
 
 def side_by_side(address: int, size: int) -> BlockPages:

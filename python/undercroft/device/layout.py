@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, KVCacheTensor
 
+    from undercroft._core import BlockPages
+
 SUPPORTED_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 """Layouts in which each page (one layer of one block) is one run of bytes."""
 
@@ -45,6 +47,12 @@ class GroupLayout:
     """Offset of each run in the shard (int64)."""
     shard_bytes: int
 
+    def pages(self) -> BlockPages:
+        """The runs, for the core."""
+        from undercroft._core import BlockPages
+
+        return BlockPages(self.addresses, self.strides, self.sizes, self.shard_offsets)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceLayout:
@@ -54,6 +62,12 @@ class DeviceLayout:
     groups: dict[int, GroupLayout]
     tensors: tuple[torch.Tensor, ...] = ()
     """The tensors at the addresses: these references keep their memory allocated."""
+
+    def group(self, index: int) -> GroupLayout:
+        """A group. Raises ValueError if it cannot be copied."""
+        if index not in self.groups:
+            raise ValueError(f"KV cache group {index} cannot be copied; groups {sorted(self.groups)} can")
+        return self.groups[index]
 
 
 @dataclass(slots=True)
@@ -73,20 +87,6 @@ class GroupCopy:
         """The blocks that the ``replica``-th of ``replicas`` ranks with the same KV saves for all of them."""
         mine = np.asarray(self.block_ids) % replicas == replica
         return GroupCopy(self.group, self.block_ids[mine], self.offsets[mine])
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Pieces to copy: parallel int64 arrays of device addresses, offsets in the arena, and sizes in bytes."""
-
-    addresses: np.ndarray
-    offsets: np.ndarray
-    sizes: np.ndarray
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all pieces."""
-        return int(self.sizes.sum())
 
 
 def unsupported_reason(config: KVCacheConfig) -> str | None:
@@ -133,25 +133,6 @@ def device_layout(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) 
         raise LayoutError(f"expected the KV cache on one device, found {sorted(map(str, devices))}")
     groups = {group: _group_layout(config, group, kv_caches) for group in copied_groups(config)}
     return DeviceLayout(devices.pop(), groups, tuple(kv_caches.values()))
-
-
-def block_copies(layout: GroupLayout, block_ids: np.ndarray, payload_offsets: np.ndarray, rank: int) -> Copies:
-    """The pieces of these blocks' shards of ``rank``. ``payload_offsets``: the offsets of the payloads in the arena.
-
-    Raises the ValueErrors of `check_blocks`.
-    """
-    ids = np.asarray(block_ids, dtype=np.int64)
-    starts = np.asarray(payload_offsets, dtype=np.int64) + rank * layout.shard_bytes
-    check_blocks(layout, ids, starts)
-    addresses = np.multiply.outer(ids, layout.strides)
-    addresses += layout.addresses
-    sizes = np.empty_like(addresses)
-    sizes[:] = layout.sizes
-    return Copies(
-        addresses=addresses.ravel(),
-        offsets=np.add.outer(starts, layout.shard_offsets).ravel(),
-        sizes=sizes.ravel(),
-    )
 
 
 def check_blocks(layout: GroupLayout, block_ids: np.ndarray, slots: np.ndarray) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from undercroft.embed.memory import are_inside, merged
+from undercroft.embed.memory import merged
 from undercroft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from undercroft._core import Extent
+    from undercroft._core import BlockPlaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,8 @@ class Job:
         """Whether all blocks are done."""
         return self.ended and all(len(self.done.get(one.group, ())) >= len(one.numbers) for one in self.blocks)
 
+    _places: list[BlockPlaces] = field(default_factory=list)
+    """Where the blocks lie, checked."""
     _asks: SaveRequest = field(default_factory=SaveRequest)
     _until: float = 0.0
     _transfer: int | None = None
@@ -120,8 +122,6 @@ class Layout:
 
     def __init__(self, groups: Sequence[Group], block_tokens: int) -> None:
         self.groups = tuple(groups)
-        self.parts = [np.asarray(group.parts, dtype=np.int64) for group in groups]
-        """By group, the sizes of a block's parts."""
         self.block_tokens = block_tokens
         self._regions: list[tuple[int, int]] = []
 
@@ -134,45 +134,22 @@ class Layout:
         known = [(begin, end - begin) for begin, end in self._regions]
         self._regions = [(begin, begin + length) for begin, length in merged({*known, (address, size)})]
 
-    def checked(self, blocks: Blocks) -> Blocks:
-        """The blocks with their addresses in two dimensions.
+    def job(self, blocks: Sequence[Blocks], *, is_load: bool, is_awaited: bool = False) -> Job:
+        """A job of blocks. Raises ValueError for a group that does not exist or comes twice, and for memory outside the
+        regions."""
+        from undercroft._core import BlockPlaces
 
-        Raises ValueError for a group that does not exist, and for memory outside the regions.
-        """
-        if not 0 <= blocks.group < len(self.parts):
-            raise ValueError(f"group {blocks.group}; there are {len(self.parts)}")
-        sizes = self.parts[blocks.group]
-        own = _shaped(blocks, len(sizes))
-        if len(own.numbers) and not are_inside(self._regions, own.addresses, own.addresses + sizes):
-            raise ValueError(f"group {blocks.group}: a block lies outside the regions; name them with add_region")
-        return own
-
-    def pieces(self, job: Job, extents: Sequence[Extent]) -> list[npt.NDArray[np.int64]]:
-        """Addresses, arena offsets and sizes of a transfer. A load leaves out blocks for which the job has no place."""
-        found: list[list[npt.NDArray[np.int64]]] = [[], [], []]
-        job._piece = {}
-        by_group = {one.group: one for one in job.blocks}
-        for extent in extents:
-            offsets = np.frombuffer(extent.offsets, dtype="<i8")
-            (used,) = (offsets >= 0).nonzero()
-            numbers, own = used + extent.first_block, by_group.get(extent.group)
-            if own is None or not len(own.numbers):
-                if not job.is_load and len(numbers):
-                    raise _not_held(extent.group)
-                continue
-            addresses, parts = own.addresses, self.parts[extent.group]
-            if len(numbers) != len(own.numbers) or not (numbers == own.numbers).all():
-                at = own.numbers.searchsorted(numbers)
-                at[at == len(own.numbers)] = 0
-                is_own = own.numbers[at] == numbers
-                if not (is_own.all() or job.is_load):
-                    raise _not_held(extent.group)
-                used, numbers, addresses = used[is_own], numbers[is_own], addresses[at[is_own]]
-            found[0].append(addresses.reshape(-1))
-            found[1].append((offsets[used][:, None] + (parts.cumsum() - parts)).reshape(-1))
-            found[2].append((np.zeros((len(used), 1), np.int64) + parts).reshape(-1))
-            job._piece.setdefault(extent.group, []).extend(numbers.tolist())
-        return [one[0] if len(one) == 1 else np.concatenate(one or [np.empty(0, np.int64)]) for one in found]
+        own: list[Blocks] = []
+        places: dict[int, BlockPlaces] = {}
+        for group, *arrays in ((one.group, one.numbers, one.addresses) for one in blocks):
+            if not 0 <= group < len(self.groups):
+                raise ValueError(f"group {group}; there are {len(self.groups)}")
+            if group in places:
+                raise ValueError(f"group {group} comes twice")
+            numbers, addresses = (np.asarray(array, np.int64) for array in arrays)
+            places[group] = BlockPlaces(group, self.groups[group].parts, numbers, addresses, self._regions)
+            own.append(Blocks(group, numbers, addresses))
+        return Job(tuple(own), is_load, _places=list(places.values()), _is_awaited=is_awaited)
 
     def note_kept(self, job: Job) -> None:
         """Note which blocks of a save the cache has without a copy, and those that it has no more."""
@@ -183,23 +160,6 @@ class Layout:
             elif not job._asks.found_no_memory:
                 job.done[one.group] = job.done.get(one.group, frozenset()).union(kept)
         job.done = {group: numbers for group, numbers in job.done.items() if numbers}
-
-
-def _not_held(group: int) -> RuntimeError:
-    return RuntimeError(f"the engine asks for blocks of group {group} that the job does not bring")
-
-
-def _shaped(blocks: Blocks, parts: int) -> Blocks:
-    """The blocks with their addresses in two dimensions. Raises ValueError unless the numbers ascend and are as many as
-    the addresses."""
-    numbers = np.asarray(blocks.numbers, dtype=np.int64)
-    addresses = np.asarray(blocks.addresses, dtype=np.int64).reshape(-1, parts)
-    if len(numbers) != len(addresses) or (len(numbers) and (numbers[0] < 0 or (numbers[1:] <= numbers[:-1]).any())):
-        raise ValueError(
-            f"group {blocks.group}: {len(numbers)} numbers and {len(addresses)} addresses; they must be as many, "
-            "and the numbers ascend"
-        )
-    return Blocks(blocks.group, numbers, addresses)
 
 
 class Run(NamedTuple):

@@ -191,7 +191,7 @@ class Cache:
         """Read blocks into the program's memory, and wait for them. Blocks that are not read within ``timeout_s``
         seconds are misses. ``begin``: the tokens before the first block."""
         name, until = self._new_name(), time.monotonic() + timeout_s
-        job, is_shorter = Job(self._checked(blocks), is_load=True, _is_awaited=True), True
+        job, is_shorter = self._layout.job(blocks, is_load=True, is_awaited=True), True
         try:
             with self._ended_after_an_error([job]):
                 while is_shorter:
@@ -221,7 +221,7 @@ class Cache:
 
     def save_each(self, saves: Sequence[tuple[list[bytes], Sequence[Blocks]]], *, timeout_s: float = 5.0) -> list[Job]:
         """`save` of the blocks of several chains, which are under way together."""
-        jobs = [Job(self._checked(blocks), is_load=False, _is_awaited=True) for _, blocks in saves]
+        jobs = [self._layout.job(blocks, is_load=False, is_awaited=True) for _, blocks in saves]
         with self._ended_after_an_error(jobs):
             for job, (chain, _) in zip(jobs, saves, strict=True):
                 self._save(job, chain, timeout_s)
@@ -230,7 +230,7 @@ class Cache:
     def begin_load(self, name: str, blocks: Sequence[Blocks], *, begin: int, end: int) -> Job:
         """Start the copies of a hit that `find` has found, from ``begin`` to ``end`` tokens. `poll` returns the job.
         Blocks that the hit does not have are left as they are. Raises ValueError for memory outside the regions."""
-        return self._load(Job(self._checked(blocks), is_load=True), name, begin, end)
+        return self._load(self._layout.job(blocks, is_load=True), name, begin, end)
 
     def _load(self, job: Job, name: str, begin: int, end: int) -> Job:
         load = self.session.begin_load(name, begin, end - begin) if end > begin else None
@@ -246,7 +246,7 @@ class Cache:
     def begin_save(self, chain: list[bytes], blocks: Sequence[Blocks], *, timeout_s: float = 5.0) -> Job:
         """Start to save blocks. `poll` returns the job. The memory must keep its content until then. Raises ValueError
         for memory outside the regions."""
-        return self._save(Job(self._checked(blocks), is_load=False), chain, timeout_s)
+        return self._save(self._layout.job(blocks, is_load=False), chain, timeout_s)
 
     def _save(self, job: Job, chain: list[bytes], timeout_s: float) -> Job:
         job._until = time.monotonic() + timeout_s
@@ -362,22 +362,21 @@ class Cache:
             return
         self._copy(job, grant.session, grant.extents)
 
-    def _copy(self, job: Job, session: int, extents: Sequence[Extent]) -> None:
+    def _copy(self, job: Job, session: int, extents: list[Extent]) -> None:
         """Start the copies of a transfer."""
         attachment = self._attached(session)
         if attachment is None:
             self._copied(job, ok=False)
             return
-        pieces = self._layout.pieces(job, extents)
-        sizes = pieces[-1]
-        if not len(sizes):
-            self._copied(job, ok=True)
-            return
         number = next(self._numbers)
-        addresses, offsets, lengths = (values.astype("<i8").tobytes() for values in pieces)
-        attachment.copier.submit(not job.is_load, [(number, len(sizes))], addresses, offsets, lengths)
-        self._copying[number] = job
-        job.copied_bytes += int(sizes.sum())
+        size, job._piece, lacking = attachment.copier.submit_blocks(not job.is_load, number, extents, job._places)
+        if lacking and not job.is_load:
+            raise RuntimeError(f"the engine asks for blocks of group {min(lacking)} that the job does not bring")
+        if not job._piece:
+            self._copied(job, ok=True)
+        else:
+            self._copying[number] = job
+            job.copied_bytes += size
 
     def _copied(self, job: Job, *, ok: bool) -> None:
         """A transfer of a job has ended, or could not begin."""
@@ -554,6 +553,3 @@ class Cache:
         self._waiting = deque(one for one in self._waiting if one[1]._until > now)
         for job in late:
             self._end(job)
-
-    def _checked(self, blocks: Sequence[Blocks]) -> tuple[Blocks, ...]:
-        return tuple(self._layout.checked(one) for one in blocks)

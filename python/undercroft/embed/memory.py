@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from undercroft.config import OPTIONS
 from undercroft.units import Amount
@@ -55,15 +54,6 @@ def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             found.append((address, size))
     return found
-
-
-def are_inside(regions: list[tuple[int, int]], begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> bool:
-    """Whether all parts of blocks lie in regions, each in one."""
-    if len(regions) == 1:
-        return bool(begins.min() >= regions[0][0] and ends.max() <= regions[0][1])
-    of_regions = np.asarray(regions or [(0, 0)], dtype=np.int64)
-    at = of_regions[:, 0].searchsorted(begins, side="right") - 1
-    return bool((at >= 0).all() and (ends <= of_regions[at, 1]).all())
 
 
 def with_small_memory(config: UndercroftConfig, given: Mapping[str, Any], block_bytes: int) -> UndercroftConfig:

@@ -130,6 +130,15 @@ class Chunks:
         place = self.at(engine_group, number)
         return place if self.key(place, block_hashes) == key else None
 
+    def in_order(self, keys: Iterable[bytes], context: ReqContext) -> list[bytes]:
+        """Keys one group after the other, in the order of a prompt. vLLM names the chunks of a store in no order."""
+        position = context.get_offload_key_position
+        ends = {key: position(key) or 0 for key in keys}
+        found = sorted(ends, key=ends.__getitem__)
+        if len(self._keyed) > 1:
+            found.sort(key=lambda key: key[-GROUP_BYTES:])
+        return found
+
     def places(self, keys: Sequence[bytes], context: ReqContext, block_hashes: Sequence[bytes]) -> list[Place | None]:
         """`place` of several chunks of a prompt. vLLM names a group's chunks one after the other, so that most keys
         need no more than a comparison with the next hash. Such a key is not asked for its position."""

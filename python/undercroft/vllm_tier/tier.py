@@ -360,13 +360,12 @@ class UndercroftTier(SecondaryTierManager):
                 self._ended.append(JobResult(job.job_id, False))
                 return
             most = _BEYOND if job.is_promotion else self._shareable.tokens(prompt.request)
-            keys, base, size, places, addresses = list(job.keys), self._region[0], self.block_size_bytes, {}, []
-            found = self._chunks.places(keys, job.req_context, prompt.request.block_hashes)
-            for key, place, row in zip(keys, found, job.chunk_ids.tolist(), strict=True):
-                if place is not None and place.end <= most:
-                    places[key] = place
-                    addresses.append(base + row * size)
-            begun = begin(prompt, Chunks.blocks(places.values(), addresses))
+            rows = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
+            keys = list(rows) if job.is_promotion else self._chunks.in_order(rows, job.req_context)
+            found = zip(keys, self._chunks.places(keys, job.req_context, prompt.request.block_hashes), strict=True)
+            places = {key: place for key, place in found if place is not None and place.end <= most}
+            base, size = self._region[0], self.block_size_bytes
+            begun = begin(prompt, Chunks.blocks(places.values(), [base + rows[key] * size for key in places]))
             self._jobs[id(begun)] = _Begun(job, begun, prompt, places)
         except Exception as error:
             self._report("submit", error)

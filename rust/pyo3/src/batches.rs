@@ -1,17 +1,19 @@
-//! `_core.CopyBatches`: copies of a CUDA device, queued without the interpreter's lock.
+//! `_core.BlockPages` and `_core.BlockPieces`: the bytes of blocks on a device and in the arena. `_core.CopyBatches`:
+//! copies of a CUDA device, queued without the interpreter's lock.
 
 #![expect(
     unsafe_code,
     reason = "calls the driver's functions at addresses that Python has found"
 )]
 
+use std::num::NonZeroU64;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use undercroft_core::copy::{
-    Batches, BlockPage, BlockPages, BlockPieces, CopyPiece, Direction, DriverFunctions,
+    Batches, BlockPage, BlockPages, BlockPieces, CopyPiece, Direction, DriverFunctions, Joined,
 };
 
 /// The pages of the blocks of one KV cache group on one rank.
@@ -48,9 +50,10 @@ impl PyBlockPages {
     }
 
     /// The pieces of blocks whose shards are at these offsets in the arena (int64 arrays), in order. Neighbours on
-    /// both sides are one piece, and no piece lies on both sides of a multiple of `chunk` in the arena.
+    /// both sides are one piece, and no piece lies on both sides of a multiple of `chunk` bytes in the arena.
     ///
     /// Raises ValueError for arrays of different lengths, for negative numbers, and for a chunk of 0 bytes.
+    #[pyo3(signature = (blocks, offsets, chunk = None))]
     #[expect(
         clippy::needless_pass_by_value,
         reason = "PyO3 makes the buffers from Python's arrays"
@@ -60,32 +63,34 @@ impl PyBlockPages {
         py: Python<'_>,
         blocks: PyBuffer<i64>,
         offsets: PyBuffer<i64>,
-        chunk: u64,
+        chunk: Option<NonZeroU64>,
     ) -> PyResult<PyBlockPieces> {
-        if chunk == 0 {
-            return Err(PyValueError::new_err("chunk is 0; it must be positive"));
-        }
         let [blocks, offsets] = arrays(py, [&blocks, &offsets])?;
         let blocks = blocks.into_iter().zip(offsets).collect();
-        Ok(PyBlockPieces(BlockPieces::new(
-            Arc::clone(&self.0),
-            blocks,
-            chunk,
-        )))
+        let pieces = BlockPieces::new(Arc::clone(&self.0), blocks);
+        let chunk = chunk.map_or(u64::MAX, NonZeroU64::get);
+        Ok(PyBlockPieces(Joined::new(pieces, chunk)))
     }
 }
 
 /// Runs of bytes to copy between a device and the arena.
 #[pyclass(name = "BlockPieces", module = "undercroft._core", frozen)]
 #[derive(Debug)]
-pub(crate) struct PyBlockPieces(BlockPieces);
+pub(crate) struct PyBlockPieces(Joined<BlockPieces>);
 
 #[pymethods]
 impl PyBlockPieces {
     /// The pieces: (device address, offset in the arena, bytes).
     fn list(&self) -> Vec<(usize, u64, u64)> {
         let values = |piece: CopyPiece| (piece.address, piece.offset, piece.len);
-        self.0.clone().map(values).collect()
+        self.iter().map(values).collect()
+    }
+}
+
+impl PyBlockPieces {
+    /// The pieces.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = CopyPiece> + use<> {
+        self.0.clone()
     }
 }
 
@@ -125,12 +130,8 @@ impl PyCopyBatches {
         pieces: &PyBlockPieces,
         arena: u64,
     ) -> PyResult<()> {
-        let direction = if to_arena {
-            Direction::Save
-        } else {
-            Direction::Load
-        };
-        let pieces = pieces.0.clone();
+        let direction = direction(to_arena);
+        let pieces = pieces.iter();
         py.detach(|| {
             let mut batches = self.batches.lock().unwrap_or_else(PoisonError::into_inner);
             // SAFETY: `undercroft.device.cuda` checks the blocks and slots of the pieces, and keeps both sides until
@@ -138,6 +139,14 @@ impl PyCopyBatches {
             unsafe { batches.queue(direction, pieces, arena) }
         })
         .map_err(|refused| PyRuntimeError::new_err(refused.to_string()))
+    }
+}
+
+pub(crate) fn direction(to_arena: bool) -> Direction {
+    if to_arena {
+        Direction::Save
+    } else {
+        Direction::Load
     }
 }
 

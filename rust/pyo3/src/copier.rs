@@ -5,14 +5,50 @@
     reason = "hands the device addresses that Python computed to the copier"
 )]
 
+use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 
+use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use undercroft_core::copy::{Copier, CopyPiece, Direction, Routine};
+use undercroft_core::arena::OutOfBounds;
+use undercroft_core::copy::{BlockPlaces, Copier, PlacedPieces, Routine};
 
 use crate::arena::PyArena;
+use crate::batches::{PyBlockPieces, direction};
 use crate::errors::UndercroftError;
+use crate::values::PyExtent;
+
+/// The places of one group's blocks in the program's memory, checked.
+#[pyclass(name = "BlockPlaces", module = "undercroft._core", frozen)]
+#[derive(Debug)]
+pub(crate) struct PyBlockPlaces(BlockPlaces);
+
+#[pymethods]
+impl PyBlockPlaces {
+    /// `parts`: the bytes of each part of a block. `numbers` and `addresses` are int64 arrays: the ascending numbers of
+    /// the blocks, and the address of each part of each block. `regions`: the beginning and the end of each region,
+    /// ascending. Raises ValueError for a part outside the regions, and for arrays that do not fit together.
+    #[new]
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "PyO3 makes the buffers from Python's arrays"
+    )]
+    fn new(
+        py: Python<'_>,
+        group: u8,
+        parts: Vec<u64>,
+        numbers: PyBuffer<i64>,
+        addresses: PyBuffer<i64>,
+        regions: Vec<(usize, usize)>,
+    ) -> PyResult<Self> {
+        let regions: Vec<_> = regions.iter().map(|&(begin, end)| begin..end).collect();
+        let (numbers, addresses) = (numbers.to_vec(py)?, addresses.to_vec(py)?);
+        BlockPlaces::new(group, parts, numbers, addresses, &regions)
+            .map(Self)
+            .map_err(|error| PyValueError::new_err(error.to_string()))
+    }
+}
 
 /// Copies between device pages in host memory (vLLM's CPU platform) and the arena, on threads of its
 /// own. Loads go before saves. When it is dropped, it first finishes the submitted jobs.
@@ -39,8 +75,7 @@ impl PyCopier {
         })
     }
 
-    /// Queue jobs, all of them or none. Each job is a pair: its number, and the number of its pieces. The pieces are
-    /// little-endian int64 arrays of device addresses, arena offsets and sizes in bytes, in the order of the jobs.
+    /// Queue jobs, all of them or none. Each job is a pair: its number, and its pieces.
     ///
     /// The memory at the addresses must stay valid, and untouched by others, until the job is
     /// returned by `poll`. A range outside the arena raises UndercroftError and queues nothing.
@@ -48,36 +83,47 @@ impl PyCopier {
         clippy::needless_pass_by_value,
         reason = "PyO3 makes the list from Python's"
     )]
-    fn submit(
-        &self,
-        to_arena: bool,
-        jobs: Vec<(u64, usize)>,
-        addresses: &[u8],
-        offsets: &[u8],
-        sizes: &[u8],
-    ) -> PyResult<()> {
-        let direction = if to_arena {
-            Direction::Save
-        } else {
-            Direction::Load
-        };
-        let pieces = pieces(addresses, offsets, sizes)?;
-        let counted: usize = jobs.iter().map(|(_, count)| count).sum();
-        if counted != pieces.len() {
-            return Err(PyValueError::new_err(format!(
-                "the jobs have {counted} pieces, but {} were given",
-                pieces.len()
-            )));
-        }
-        let mut rest = pieces.into_iter();
-        let jobs = jobs.iter().map(|&(id, count)| {
-            let own: Vec<CopyPiece> = rest.by_ref().take(count).collect();
-            (id, own)
-        });
+    fn submit(&self, to_arena: bool, jobs: Vec<(u64, Vec<Py<PyBlockPieces>>)>) -> PyResult<()> {
+        let jobs = jobs
+            .iter()
+            .map(|(job, pieces)| (*job, pieces.iter().flat_map(|some| some.get().iter())));
         // SAFETY: the class documents that the memory at the addresses stays valid and untouched
         // until the job has ended; `undercroft.device.layout` computes them from vLLM's tensors.
-        unsafe { self.copier.submit(direction, jobs) }
-            .map_err(|error| UndercroftError::new_err(format!("a copy job: {error}")))
+        unsafe { self.copier.submit(direction(to_arena), jobs) }.map_err(outside)
+    }
+
+    /// Queue the copies of one job between the slots of blocks and their places in the program's memory, at most one
+    /// entry of `places` for each group. Returns the bytes to be copied, and by group the numbers of the blocks that
+    /// are copied, and of those that have slots and no places. A save that lacks places queues nothing; neither does a
+    /// job without pieces.
+    ///
+    /// The memory at the places must stay valid, and untouched by others, until the job is returned by `poll`. A range
+    /// outside the arena raises UndercroftError and queues nothing.
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "PyO3 makes the lists from Python's"
+    )]
+    fn submit_blocks(
+        &self,
+        py: Python<'_>,
+        to_arena: bool,
+        job: u64,
+        extents: Vec<Py<PyExtent>>,
+        places: Vec<Py<PyBlockPlaces>>,
+    ) -> PyResult<(u64, Numbers, Numbers)> {
+        let slots = extents.iter().map(|one| one.get().slots(py));
+        let placed = PlacedPieces::of(slots, places.iter().map(|one| &one.get().0));
+        let is_short = to_arena && !placed.lacking.is_empty();
+        if is_short || placed.pieces.is_empty() {
+            return Ok((0, Numbers::new(), placed.lacking));
+        }
+        // SAFETY: the class documents that the memory at the places stays valid and untouched until the job has ended.
+        unsafe {
+            self.copier
+                .submit(direction(to_arena), [(job, placed.pieces)])
+        }
+        .map_err(outside)?;
+        Ok((placed.bytes, placed.copied, placed.lacking))
     }
 
     /// Name of the routine that copies bytes: the fastest on this processor. Waits for the measurement.
@@ -98,29 +144,9 @@ impl PyCopier {
     }
 }
 
-/// Makes the pieces from three arrays. The arrays must have the same length and hold no negative number.
-fn pieces(addresses: &[u8], offsets: &[u8], sizes: &[u8]) -> PyResult<Vec<CopyPiece>> {
-    let lengths = [addresses.len(), offsets.len(), sizes.len()];
-    if lengths != [addresses.len(); 3] || !addresses.len().is_multiple_of(8) {
-        return Err(PyValueError::new_err(format!(
-            "addresses, offsets and sizes have {lengths:?} bytes; they must be int64 arrays of one length"
-        )));
-    }
-    let negative = || PyValueError::new_err("an address, offset or size is negative");
-    numbers(addresses)
-        .zip(numbers(offsets))
-        .zip(numbers(sizes))
-        .map(|((address, offset), size)| {
-            Ok(CopyPiece {
-                address: usize::try_from(address).map_err(|_| negative())?,
-                offset: u64::try_from(offset).map_err(|_| negative())?,
-                len: u64::try_from(size).map_err(|_| negative())?,
-            })
-        })
-        .collect()
-}
+/// Numbers of blocks by group.
+type Numbers = BTreeMap<u8, Vec<u32>>;
 
-fn numbers(bytes: &[u8]) -> impl Iterator<Item = i64> + '_ {
-    let (numbers, _) = bytes.as_chunks::<8>();
-    numbers.iter().map(|number| i64::from_le_bytes(*number))
+fn outside(error: OutOfBounds) -> PyErr {
+    UndercroftError::new_err(format!("a copy job: {error}"))
 }

@@ -27,7 +27,7 @@ mod _core {
     #[pymodule_export]
     use crate::batches::{PyBlockPages, PyBlockPieces, PyCopyBatches};
     #[pymodule_export]
-    use crate::copier::PyCopier;
+    use crate::copier::{PyBlockPlaces, PyCopier};
     #[pymodule_export]
     use crate::engine::{PyEngine, default_server_socket, operate, server_status, take_log};
     #[pymodule_export]

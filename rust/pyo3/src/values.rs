@@ -6,6 +6,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyBytes, PyList};
+use undercroft_core::copy::SlotRun;
 use undercroft_core::namespace::GroupSpec;
 use undercroft_core::session::{Extent, Load, Lookup, Offer, Save, SaveGrant, SaveRefusal, Tokens};
 use undercroft_host::{HostError, group_spec};
@@ -72,6 +73,17 @@ pub(crate) struct PyExtent {
     group: u8,
     first_block: u32,
     offsets: Py<PyBytes>,
+}
+
+impl PyExtent {
+    /// The slots of the blocks, as the copier takes them.
+    pub(crate) fn slots<'a>(&'a self, py: Python<'a>) -> SlotRun<'a> {
+        SlotRun {
+            group: self.group,
+            first_block: self.first_block,
+            offsets: self.offsets.as_bytes(py).as_chunks().0,
+        }
+    }
 }
 
 fn extents(py: Python<'_>, extents: &[Extent]) -> PyResult<Py<PyList>> {

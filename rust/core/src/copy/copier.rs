@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use crate::arena::{Arena, OutOfBounds};
 
-use super::{Routine, nontemporal};
+use super::{Joined, Routine, nontemporal};
 
 /// How much a thread copies before it looks for a more urgent job, in bytes.
 const SLICE: u64 = 4 << 20;
@@ -260,15 +260,12 @@ impl Copier {
         &self,
         pieces: impl IntoIterator<Item = CopyPiece>,
     ) -> Result<Vec<CopyPiece>, OutOfBounds> {
-        let mut joined: Vec<CopyPiece> = Vec::new();
-        for piece in pieces {
-            self.shared.arena.check(piece.offset, piece.len)?;
-            match joined.last_mut() {
-                Some(last) if last.goes_on_with(&piece) => last.len += piece.len,
-                _ => joined.push(piece),
-            }
-        }
-        Ok(joined.iter().flat_map(CopyPiece::split).collect())
+        let check = |piece: CopyPiece| {
+            let is_inside = self.shared.arena.check(piece.offset, piece.len);
+            is_inside.map(|()| piece)
+        };
+        let pieces: Vec<CopyPiece> = pieces.into_iter().map(check).collect::<Result<_, _>>()?;
+        Ok(Joined::new(pieces, SLICE).collect())
     }
 
     /// Jobs that have ended since the last call.
@@ -304,15 +301,6 @@ impl CopyPiece {
     pub(super) fn goes_on_with(&self, next: &Self) -> bool {
         self.address.wrapping_add(self.len as usize) == next.address
             && self.offset + self.len == next.offset
-    }
-
-    fn split(&self) -> impl Iterator<Item = Self> + use<> {
-        let whole = *self;
-        (0..whole.len).step_by(SLICE as usize).map(move |at| Self {
-            address: whole.address.wrapping_add(at as usize),
-            offset: whole.offset + at,
-            len: SLICE.min(whole.len - at),
-        })
     }
 }
 

@@ -33,40 +33,32 @@ impl BlockPages {
     }
 }
 
-/// The pieces of some blocks, in order. Neighbours on both sides are one piece.
+/// The pages of some blocks, in order, each as a piece.
 #[derive(Clone, Debug)]
 pub struct BlockPieces {
     pages: Arc<BlockPages>,
     /// For each block, its number on the device, and the offset of its shard in the arena.
     blocks: Arc<[(u64, u64)]>,
-    /// No piece lies on both sides of a multiple of this many bytes in the arena.
-    chunk: u64,
     /// The next block, and its next page.
     next: (usize, usize),
-    /// A piece that is not part of the pieces before it; cut from its start.
-    rest: Option<CopyPiece>,
 }
 
 impl BlockPieces {
-    /// ``chunk``: bytes of the arena that are registered in one call of the driver.
-    ///
-    /// # Panics
-    ///
-    /// If `chunk` is 0.
+    /// ``blocks``: for each block, its number on the device, and the offset of its shard in the arena.
     #[must_use]
-    pub fn new(pages: Arc<BlockPages>, blocks: Arc<[(u64, u64)]>, chunk: u64) -> Self {
-        assert!(chunk > 0, "a chunk has bytes");
+    pub fn new(pages: Arc<BlockPages>, blocks: Arc<[(u64, u64)]>) -> Self {
         Self {
             pages,
             blocks,
-            chunk,
             next: (0, 0),
-            rest: None,
         }
     }
+}
 
-    /// The next page as a piece of its own.
-    fn page(&mut self) -> Option<CopyPiece> {
+impl Iterator for BlockPieces {
+    type Item = CopyPiece;
+
+    fn next(&mut self) -> Option<CopyPiece> {
         let (block, page) = self.next;
         let (number, shard) = *self.blocks.get(block)?;
         let found = self.pages.pages.get(page)?;
@@ -83,13 +75,39 @@ impl BlockPieces {
     }
 }
 
-impl Iterator for BlockPieces {
+/// Pieces of which neighbours on both sides are one, cut at the borders of chunks.
+#[derive(Clone, Debug)]
+pub struct Joined<I> {
+    pieces: I,
+    /// No piece lies on both sides of a multiple of this many bytes in the arena.
+    chunk: u64,
+    /// A piece that is not part of the pieces before it; cut from its start.
+    rest: Option<CopyPiece>,
+}
+
+impl<I: Iterator<Item = CopyPiece>> Joined<I> {
+    /// No piece lies on both sides of a multiple of `chunk` bytes in the arena.
+    ///
+    /// # Panics
+    ///
+    /// If `chunk` is 0.
+    pub fn new(pieces: impl IntoIterator<IntoIter = I>, chunk: u64) -> Self {
+        assert!(chunk > 0, "a chunk has bytes");
+        Self {
+            pieces: pieces.into_iter(),
+            chunk,
+            rest: None,
+        }
+    }
+}
+
+impl<I: Iterator<Item = CopyPiece>> Iterator for Joined<I> {
     type Item = CopyPiece;
 
     fn next(&mut self) -> Option<CopyPiece> {
         let mut piece = match self.rest.take() {
             Some(rest) => rest,
-            None => self.page()?,
+            None => self.pieces.next()?,
         };
         loop {
             let room = self.chunk - piece.offset % self.chunk;
@@ -103,7 +121,7 @@ impl Iterator for BlockPieces {
                 piece.len = room;
                 return Some(piece);
             }
-            match self.page() {
+            match self.pieces.next() {
                 Some(following) if piece.goes_on_with(&following) => piece.len += following.len,
                 following => {
                     self.rest = following;
@@ -120,7 +138,7 @@ mod tests {
 
     fn pieces(pages: &[BlockPage], blocks: &[(u64, u64)], chunk: u64) -> Vec<(usize, u64, u64)> {
         let pages = Arc::new(BlockPages::new(pages.iter().copied()));
-        BlockPieces::new(pages, blocks.into(), chunk)
+        Joined::new(BlockPieces::new(pages, blocks.into()), chunk)
             .map(|piece| (piece.address, piece.offset, piece.len))
             .collect()
     }
