@@ -44,6 +44,8 @@ ROWS = {
     "read_s_per_gib": "reads for one prompt at a time (s a GiB)",
     "together_s": "half of the prompts at once after a restart (s)",
     "lookup_us": "lookups of a prompt on the scheduler's thread (µs)",
+    "submit_load_us": "the start of a load on that thread (µs)",
+    "submit_store_us": "the start of a save on that thread (µs)",
     "calls_us": "all calls of the tier for a prompt on that thread (µs)",
     "turns_s": "conversations of several turns (s)",
 }
@@ -97,6 +99,8 @@ class Times:
         else:
             from undercroft.vllm_tier.tier import UndercroftTier as Tier
         self.lookups = self.calls = 0.0
+        self.starts: dict[str, list[float]] = {"submit_load": [], "submit_store": []}
+        """Time of each start of a load or save."""
         self.loaded = 0
         self.loaded_at = 0.0
         self._loading: dict[int, int] = {}
@@ -114,6 +118,8 @@ class Times:
             taken = max(0.0, time.thread_time() - start - self._clock_s)
             self.calls += taken
             self.lookups += taken * (name == "lookup")
+            if name in self.starts:
+                self.starts[name].append(taken)
             if name == "submit_load":
                 self._loading[args[0].job_id] = len(args[0].keys)
             for ended in answer if name == "get_finished_jobs" else ():
@@ -196,19 +202,22 @@ def measure(tier: str, root: Path, directory: Path, prompts: int, tokens: int) -
     asked = [prompt(tokens + 1, seed=200 + number) for number in range(prompts)]
     found: dict[str, Any] = {"answers": []}
 
+    times = Times(tier)
     with started(llama, options(tier, directory, rows, room, planned=False), **settings) as one:
+        times.starts["submit_store"].clear()
         begin, cpu = time.perf_counter(), processor_s()
         found["answers"] += [one.generate(ids, 2).tokens for ids in asked]
         rest(one)
         found["save_s"], found["save_cpu_s"] = time.perf_counter() - begin, processor_s() - cpu
+    found["submit_store_us"] = 1e6 * statistics.median(times.starts["submit_store"])
     found["disk_mib"] = sum(path.stat().st_blocks for path in directory.rglob("*")) >> 11
 
     half = prompts // 2
     forget_pages(directory)
-    times = Times(tier)
     with started(llama, options(tier, directory, rows, room, planned=False), **settings) as one:
         first, reads, cached = [], [], 0
         times.lookups = times.calls = 0.0
+        times.starts["submit_load"].clear()
         for ids in asked[:half]:
             begin, loaded = time.perf_counter(), times.loaded
             answer = one.generate(ids, 1)
@@ -219,6 +228,7 @@ def measure(tier: str, root: Path, directory: Path, prompts: int, tokens: int) -
         if cached < half * tokens:
             raise RuntimeError(f"{half} prompts of {tokens} tokens hit {cached} tokens: not all came from disk")
         found["lookup_us"], found["calls_us"] = 1e6 * times.lookups / half, 1e6 * times.calls / half
+        found["submit_load_us"] = 1e6 * statistics.median(times.starts["submit_load"])
         found["first_token_ms"] = 1e3 * statistics.median(first)
         found["read_s_per_gib"] = statistics.median(reads)
         begin = time.perf_counter()
