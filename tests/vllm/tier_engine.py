@@ -77,12 +77,12 @@ def hits(one: Engine, reference: References, ids: list[int], cached: int, tokens
     settled(one)
 
 
-def flip_payload_bytes(directory: Path) -> None:
-    """Change bytes all over the payloads of a cache directory, and none of its records."""
+def flip_payload_bytes(directory: Path, payload: int = PAYLOAD) -> None:
+    """Change bytes of each ``payload`` bytes of the payloads of a cache directory, and none of its records."""
     data = directory / "data"
     with data.open("r+b") as file:
         size = data.stat().st_size
-        for at in range(0, size, PAYLOAD // 2):
+        for at in range(0, size, payload // 2):
             file.seek(at)
             byte = file.read(1)
             if byte and byte != b"\0":

@@ -2,47 +2,65 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fake_device
+from engine_checks import Reference as Plain
+from engine_checks import inject_faults
 from fake_cuda import Fake
 from prompts import PROMPTS, TOKENS, cached, slow, tokens
-from real_engine import Engine
-from tier_engine import OFFLOADING, extra_config, settled, stats
+from real_engine import Engine, prompt
+from tier_engine import OFFLOADING, extra_config, flip_payload_bytes, settled, stats, tier_of
 from tiny_models import Shape, make_eagle
 
 Make = Callable[..., Engine]
 Reference = Callable[..., list[int]]
 HITS = [192, 240, 176, 32]
 """Tokens of the prompts in whole blocks."""
+ROW = 16 << 10
+"""Bytes of a chunk of one block."""
 
 
 def options(directory: Path) -> dict[str, Any]:
     """With vLLM's own specification, and host memory for 256 blocks."""
-    found = extra_config(directory / "cache", cpu_bytes_to_use=4 << 20, min_load_tokens=0) | {
+    found = extra_config(directory / "cache", cpu_bytes_to_use=256 * ROW, min_load_tokens=0) | {
         "spec_name": "TieringOffloadingSpec"
     }
     del found["spec_module_path"]
     return found
 
 
-def comes_back(make: Callable[[], Engine], fake: Fake, expected: list[list[int]], hits: list[int]) -> None:
+def is_saved(one: Engine, fake: Fake, expected: list[list[int]], prompts: list[list[int]] = PROMPTS) -> None:
+    """The prompts are computed and saved."""
+    slow(fake)
+    assert tokens(one.generate_all(prompts, TOKENS)) == expected
+    settled(one)
+
+
+def comes_back(
+    make: Callable[[], Engine],
+    fake: Fake,
+    expected: list[list[int]],
+    hits: list[int],
+    prompts: list[list[int]] = PROMPTS,
+) -> None:
     """The prompts are computed and saved. They come back from vLLM's host memory, and after a restart from disk."""
     first = make()
-    slow(fake)
-    assert tokens(first.generate_all(PROMPTS, TOKENS)) == expected
-    settled(first)
-    again = first.generate_all(PROMPTS, TOKENS)
+    is_saved(first, fake, expected, prompts)
+    again = first.generate_all(prompts, TOKENS)
     assert (tokens(again), cached(again)) == (expected, hits)
     settled(first)
     assert stats(first)["disk_reads"] == 0
     first.close()
     second = make()
     slow(fake, seed=1)
-    again = second.generate_all(PROMPTS, TOKENS)
+    again = second.generate_all(prompts, TOKENS)
     assert (tokens(again), cached(again)) == (expected, hits)
     settled(second)
     found = stats(second)
@@ -61,6 +79,60 @@ def test_chunks_of_several_blocks_come_back(
     expected = [reference(ids, TOKENS) for ids in PROMPTS]
     whole = options(tmp_path) | {"blocks_per_chunk": 2}
     comes_back(lambda: engine(llama, whole, **OFFLOADING), fake, expected, [192, 224, 160, 32])
+
+
+def test_windows_come_back(fake: Fake, engine: Make, gemma2: Path, tmp_path: Path) -> None:
+    """A window of 256 tokens in half of the layers."""
+    long = [prompt(400), prompt(300)[:280] + prompt(90, seed=2), prompt(400, seed=1)]
+    plain = Plain(gemma2, blocks=120, **fake_device.ENGINE)
+    expected = [plain(ids, TOKENS) for ids in long]
+    plain.close()
+    comes_back(
+        lambda: engine(gemma2, options(tmp_path), blocks=120, **OFFLOADING), fake, expected, [384, 368, 384], long
+    )
+
+
+def test_damaged_bytes_are_computed(
+    fake: Fake, engine: Make, llama: Path, reference: Reference, tmp_path: Path
+) -> None:
+    expected = [reference(ids, TOKENS) for ids in PROMPTS]
+    first = engine(llama, options(tmp_path), **OFFLOADING)
+    is_saved(first, fake, expected)
+    first.close()
+    flip_payload_bytes(tmp_path / "cache", ROW)
+    second = engine(llama, options(tmp_path), **OFFLOADING)
+    slow(fake, seed=1)
+    again = second.generate_all(PROMPTS, TOKENS)
+    assert tokens(again) == expected
+    assert max(cached(again)) <= 96, "prompts share these tokens in the device's own cache"
+    settled(second)
+    assert stats(second)["checksum_failures"] > 0
+
+
+def test_a_disk_that_hangs_or_goes_away_costs_hits_only(
+    fake: Fake, engine: Make, llama: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inject_faults(monkeypatch)
+    expected = [reference(ids, TOKENS) for ids in PROMPTS]
+    planned = options(tmp_path)
+    planned["secondary_tiers"][0].pop("promotion_wait")
+    first = engine(llama, planned, **OFFLOADING)
+    is_saved(first, fake, expected)
+    first.close()
+    second = engine(llama, planned, **OFFLOADING)
+    assert tier_of(second)._cache.engine.limit_reads(0.0)
+    begin = time.monotonic()
+    again = second.generate_all(PROMPTS, TOKENS)
+    assert tokens(again) == expected
+    assert max(cached(again)) <= 96, "prompts share these tokens in the device's own cache"
+    assert time.monotonic() - begin < 30
+    assert tier_of(second)._cache.engine.limit_reads(None)
+    settled(second)
+    second.close()
+    shutil.rmtree(tmp_path / "cache")
+    third = engine(llama, planned, **OFFLOADING)
+    assert tokens(third.generate_all(PROMPTS, TOKENS)) == expected
+    settled(third)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
