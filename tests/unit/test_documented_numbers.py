@@ -120,7 +120,7 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/gpu.md", "the check ends after {} seconds", lambda: f"{gpu_check_seconds():g}"),
     ("benches/RESULTS.md", "plain copy of pinned memory | at least {}", lambda: speed.SHARE),
     ("benches/RESULTS.md", "over one | at least {}", lambda: speed.BOTH),
-    ("benches/RESULTS.md", "by loads | at most {} %", lambda: f"{interference.SLOWDOWN_PERCENT:g}"),
+    ("benches/RESULTS.md", "by loads of whole blocks | at most {} %", lambda: f"{interference.SLOWDOWN_PERCENT:g}"),
     ("benches/RESULTS.md", "of memory that is not | at most {} ms", lambda: f"{interference.STALL_MS:g}"),
     ("benches/RESULTS.md", "time for a step of {} jobs", lambda: speed.JOBS),
     ("benches/RESULTS.md", "jobs | at most {} us", lambda: f"{speed.SUBMIT_US:g}"),
