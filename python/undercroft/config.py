@@ -193,6 +193,13 @@ class UndercroftConfig:
         "Reject requests with a smaller share of cached tokens. 0 serves all.",
         number(0, 1), text_number,
     )]
+    cache_hit_threshold_answer: Annotated[str, Option(
+        "text", "finish_reason", '"finish_reason" or "error"',
+        'Answer of the HTTP server to a rejected request: a success with the finish reason "cache_threshold" and no '
+        "text, for a router that reads it, or HTTP 412 with an error object, for gateways and clients that read "
+        "only the status (docs/hit-threshold.md). A request may choose its own.",
+        choice("finish_reason", "error"), str,
+    )]
     eviction_policy: Annotated[str, Option(
         "text", "lru", '"lru" or "leafhd"',
         "Order of eviction: the least recently used leaf first, or the leaf with the lowest learned hit density.",

@@ -26,7 +26,7 @@ NAMES = ("lookup", "lookup_timeout_ms", "promotion_wait")
 EXPLAIN = "explain"
 """Asks for `Explanations` in the response's ``kv_transfer_params``. Not an option of the configuration."""
 
-KNOWN = (*NAMES, EXPLAIN, hints.NAME, threshold.NAME)
+KNOWN = (*NAMES, EXPLAIN, hints.NAME, threshold.NAME, threshold.ANSWER)
 """All fields of undercroft. Other connectors have fields of their own beside them."""
 
 _OPTIONS = {option.name: option for option in OPTIONS if option.name in NAMES}

@@ -72,6 +72,7 @@ def test_a_misspelled_field_is_told_from_fields_of_other_connectors():
         "Explain": True,
         "cache_hit_treshold": 0.5,
         "promotionwait": "complete",
+        "cache_hit_threshold_anwser": "error",
     }
     assert misspelled(given) == {
         "kv_hint": "kv_hints",
@@ -79,6 +80,7 @@ def test_a_misspelled_field_is_told_from_fields_of_other_connectors():
         "Explain": "explain",
         "cache_hit_treshold": "cache_hit_threshold",
         "promotionwait": "promotion_wait",
+        "cache_hit_threshold_anwser": "cache_hit_threshold_answer",
     }
     assert misspelled(dict.fromkeys((*KNOWN, *FOREIGN))) == {}
     assert misspelled("kv_hint") == {}

@@ -129,6 +129,16 @@ def test_streamed_chat(fresh: Client) -> None:
     assert usage["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_may_choose_an_error_as_its_answer(fresh: Client, stream: bool, path: str, nested: bool) -> None:
+    own: dict[str, Any] = {"cache_hit_threshold_answer": "error"}
+    said = {"prompt": OTHER} if path == "/v1/completions" else {"messages": CHAT}
+    answer = fresh.raw({"stream": stream} | said | ({"kv_transfer_params": own} if nested else own), path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (412, REASON)
+
+
 def test_samples_and_batches(fresh: Client) -> None:
     answer = fresh.complete(WHOLE, n=2, temperature=1, cache_hit_threshold=0.33)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]

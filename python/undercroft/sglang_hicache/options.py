@@ -20,6 +20,7 @@ _REFUSED = {
     "early_prefetch": "SGLang prefetches by itself",
     "lookup": "SGLang waits on threads of its own",
     "cache_hit_threshold": _ENGINES,
+    "cache_hit_threshold_answer": _ENGINES,
     "client_fields": _ENGINES,
     "save": "SGLang's --hicache-write-policy decides this",
     "gather_below": "SGLang copies between the device and its pools",

@@ -9,8 +9,9 @@ from typing import Any
 
 from undercroft import hints, request_params
 from undercroft.log import LogOnce
-from undercroft.threshold.params import EXEMPT, NAME, InvalidThresholdError, of_request
-from undercroft.vllm_patches.rejections import REASONS
+from undercroft.threshold.params import ANSWER, EXEMPT, NAME, InvalidThresholdError, answer_of_request, of_request
+from undercroft.vllm_patches import refusals
+from undercroft.vllm_patches.rejections import REASONS, STOP_REASON
 from undercroft.vllm_patches.table import HIT_THRESHOLD, failed
 
 OURS = "_undercroft_threshold"
@@ -32,20 +33,24 @@ class EmptyDelta(list[int]):
 
 
 def wrap_input_processor_init(
-    original: Callable[..., None], uses_undercroft: Callable[[Any], bool], exempt_requests: Callable[[], bool]
+    original: Callable[..., None], configured_answer: Callable[[Any], str | None], exempt_requests: Callable[[], bool]
 ) -> Any:
-    """``InputProcessor.__init__`` that notes whether its engine uses undercroft, and then calls ``exempt_requests``."""
+    """``InputProcessor.__init__`` that notes whether its engine uses undercroft, and then calls ``exempt_requests``.
+
+    ``configured_answer``: the option ``cache_hit_threshold_answer`` of an engine that uses undercroft, None for others.
+    """
 
     def init(processor: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(processor, vllm_config, *args, **kwargs)
         try:
-            ours = uses_undercroft(vllm_config.kv_transfer_config)
+            answer = configured_answer(vllm_config.kv_transfer_config)
         except Exception as error:  # A connector whose class cannot be found is not undercroft's.
             failed(HIT_THRESHOLD, error)
-            ours = False
-        processor.__dict__[OURS] = ours
-        if ours:
+            answer = None
+        processor.__dict__[OURS] = answer is not None
+        if answer is not None:
             Frontend.active = True
+            refusals.Configured.answer = answer
             exempt_requests()
 
     return init
@@ -85,7 +90,7 @@ def wrap_process_inputs(
 def wrap_to_sampling_params(
     original: Callable[..., Any], validation_error: Callable[..., Exception]
 ) -> Callable[..., Any]:
-    """``to_sampling_params`` of an HTTP request that understands the field ``cache_hit_threshold``.
+    """``to_sampling_params`` of an HTTP request that understands the fields of `undercroft.threshold.params`.
 
     Values are checked here, before a stream begins. In a stream an error would be an event after the status 200.
     """
@@ -93,9 +98,10 @@ def wrap_to_sampling_params(
     def to_sampling_params(request: Any, *args: Any, **kwargs: Any) -> Any:
         sampling = original(request, *args, **kwargs)
         if Frontend.active:
-            value = (request.model_extra or {}).get(NAME)
-            if value is not None:
-                sampling.extra_args = {**(sampling.extra_args or {}), NAME: value}
+            for name in (NAME, ANSWER):
+                value = (request.model_extra or {}).get(name)
+                if value is not None:
+                    sampling.extra_args = {**(sampling.extra_args or {}), name: value}
             if sampling.extra_args:
                 _checked(sampling.extra_args, validation_error)
         return sampling
@@ -132,6 +138,8 @@ def wrap_process_outputs(original: Callable[..., Any], rejected_state: type) -> 
                 continue
             state.__class__ = rejected_state
             (unserved if state.is_prefilling else served).append(output)
+            if state.is_prefilling and output.stop_reason == STOP_REASON:
+                refusals.refuse(state, output.kv_transfer_params)
         result = original(processor, served, engine_core_timestamp, iteration_stats, *args, **kwargs)
         if unserved:
             aside = type(iteration_stats)() if iteration_stats is not None else None
@@ -162,13 +170,15 @@ def make_rejected_state(request_state: Any) -> type:
 
 
 def _checked(extra_args: dict[str, Any], validation_error: Callable[..., Exception]) -> float | None:
-    """The threshold of a request; None if it has none. Raises vLLM's error for an invalid parameter."""
+    """The threshold of a request; None if it has none. Notes its answer to a rejection. Raises vLLM's error for an
+    invalid parameter."""
     try:
         request_params.check(extra_args.get("kv_transfer_params"))
         _check_hints(extra_args.get("kv_transfer_params"), None, validation_error)
+        refusals.choose_answer(answer_of_request(extra_args))
         return of_request(extra_args)
     except InvalidThresholdError as error:
-        raise validation_error(str(error), parameter=NAME) from None
+        raise validation_error(str(error), parameter=error.name) from None
     except request_params.InvalidParameterError as error:
         raise validation_error(str(error), parameter=error.name) from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from undercroft.config import UndercroftConfig
 from undercroft.vllm_patches import frontend, rejections
 from undercroft.vllm_patches.checks import has, needs, sets, takes
 from undercroft.vllm_patches.exempt import exempt_requests, is_exempt
@@ -29,13 +30,14 @@ def reject_requests() -> None:
     _check_engine()
     _check_frontend()
 
-    def uses_undercroft(kv_transfer_config: Any) -> bool:
+    def configured_answer(kv_transfer_config: Any) -> str | None:
         if kv_transfer_config is None or kv_transfer_config.kv_connector is None:
-            return False
+            return None
+        extra = kv_transfer_config.kv_connector_extra_config or {}
         if hasattr(KVConnectorFactory.get_connector_class(kv_transfer_config), "take_threshold_rejects"):
-            return True
-        children = (kv_transfer_config.kv_connector_extra_config or {}).get("connectors") or ()
-        return any(uses_undercroft(type(kv_transfer_config)(**child)) for child in children)
+            return UndercroftConfig.parse(extra).cache_hit_threshold_answer
+        children = (configured_answer(type(kv_transfer_config)(**child)) for child in extra.get("connectors") or ())
+        return next((answer for answer in children if answer is not None), None)
 
     def update_from_output(original: Any) -> Any:
         return rejections.wrap_update_from_output(
@@ -43,7 +45,7 @@ def reject_requests() -> None:
         )
 
     def input_processor_init(original: Any) -> Any:
-        return frontend.wrap_input_processor_init(original, uses_undercroft, exempt_requests)
+        return frontend.wrap_input_processor_init(original, configured_answer, exempt_requests)
 
     def to_sampling_params(original: Any) -> Any:
         return frontend.wrap_to_sampling_params(original, VLLMValidationError)

@@ -59,6 +59,8 @@ THRESHOLD_ENDPOINTS = Patch(
     (
         "BeamSearchOfflineMixin.beam_search",
         "BeamSearchOnlineMixin.beam_search",
+        "OutputProcessor.add_request",
+        "RequestState._undercroft_exchange",
         "app.init_entrypoints_middleware",
         "FastAPI.openapi",
         "CompletionRequest.field_names",
@@ -66,9 +68,11 @@ THRESHOLD_ENDPOINTS = Patch(
     ),
     "the classes and the module, in frontends whose engines use undercroft; the application of the HTTP server",
     "The answers of some endpoints, and beam search, have no place for the finish reason of a rejected request. The "
-    "wrappers exempt such requests, and name the request parameter in the OpenAPI document.",
+    "wrappers exempt such requests. Other requests are answered with an error if `cache_hit_threshold_answer` says so. "
+    "The OpenAPI document names the request parameters.",
     "0.32 to 0.33",
-    "Requests to every endpoint can be rejected: a beam search fails, and other answers are empty without a reason.",
+    "Requests to every endpoint can be rejected: a beam search fails, and other answers are empty without a reason. "
+    'The answer to a rejected request is the finish reason, even with `cache_hit_threshold_answer` "error".',
 )
 MULTI_CONNECTOR_POLICY = Patch(
     "multi_connector_policy",

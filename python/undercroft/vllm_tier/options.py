@@ -35,6 +35,7 @@ _REFUSED = {
     "pin_memory": _CONNECTOR_ONLY,
     "client_fields": _CONNECTOR_ONLY,
     "cache_hit_threshold": _CONNECTOR_ONLY,
+    "cache_hit_threshold_answer": _CONNECTOR_ONLY,
     "gather_below": "vLLM copies between the device and its host memory",
     "kv_layout": "vLLM's option canonical_layout decides this",
     "share_weight_versions": _CONNECTOR_ONLY,
