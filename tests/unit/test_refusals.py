@@ -111,9 +111,10 @@ def test_a_stream_that_only_a_comment_has_opened_gets_the_error_as_an_event() ->
     assert json.loads(event.removeprefix("data: "))["error"]["code"] == "cache_threshold"
 
 
+@pytest.mark.parametrize("other_comes_late", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_rest_of_the_http_request_ends_as_if_the_client_had_left(stream: bool) -> None:
-    """Otherwise the engine would compute the other prompts of a batch for nobody."""
+def test_the_rest_of_a_batch_ends_as_if_the_client_had_left(stream: bool, other_comes_late: bool) -> None:
+    """Otherwise the engine would compute the other prompts for nobody."""
     heard = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -121,13 +122,38 @@ def test_the_rest_of_the_http_request_ends_as_if_the_client_had_left(stream: boo
             await send(START)
         leaving = asyncio.create_task(receive())
         await asyncio.sleep(0)  # The task waits for the client now.
-        reject(an_engine_request())
+        first = an_engine_request()
+        if other_comes_late:
+            reject(first)
+            an_engine_request("other")
+        else:
+            an_engine_request("other")
+            reject(first)
         heard.append(await leaving)
         heard.append(await receive())
 
     start, _ = serve(app)
     assert start["status"] == 412
     assert heard == [{"type": "http.disconnect"}] * 2
+
+
+def test_of_one_prompt_nothing_is_ended() -> None:
+    """vLLM would count the end of such a request twice, and log that the client had left."""
+    left: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        listening = asyncio.create_task(receive())
+        await asyncio.sleep(0)
+        reject(an_engine_request())
+        later = asyncio.create_task(receive())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        left.extend([listening.done(), later.done()])
+        await send(START)
+        await send(body("{}", more=False))
+
+    start, _ = serve(app)
+    assert (start["status"], left) == (412, [False, False])
 
 
 def test_an_answer_is_held_back_only_where_it_may_become_an_error(configured: Callable[[str], None]) -> None:

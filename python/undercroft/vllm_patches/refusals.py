@@ -51,24 +51,35 @@ class Exchange:
         self._start: Any = None
         self._has_status = self._has_begun = False
         self._refusal: dict[str, Any] | None = None
+        self._parts = 0
+
+    def add_part(self) -> None:
+        """The engine gets a request for a prompt, or a sample, of the HTTP request."""
+        self._parts += 1
+        self._end_rest()
 
     def refuse(self, figures: dict[str, Any]) -> None:
-        """Answer with an error, unless a part of the answer has been sent. The server then sees the client leave, and
-        ends what else the HTTP request asked for."""
-        if self.answer != ERROR or self._has_begun or self._refusal is not None:
-            return
-        self._refusal = figures
-        if self._listening is not None:
-            self._listening.cancel()
+        """Answer with an error, unless a part of the answer has been sent."""
+        if self.answer == ERROR and not self._has_begun and self._refusal is None:
+            self._refusal = figures
+            self._end_rest()
 
     async def receive(self) -> Any:
-        """The next message of the client."""
+        """The next message of the client, which seems to leave when there is a rest to end."""
         from anyio import CancelScope
 
-        if self._refusal is None:
+        if not self._has_rest():
             with CancelScope() as self._listening:
                 return await self._receive()
         return {"type": "http.disconnect"}
+
+    def _end_rest(self) -> None:
+        """Let the server end the other parts of a refused HTTP request. Of one part, nothing is left to end."""
+        if self._has_rest() and self._listening is not None:
+            self._listening.cancel()
+
+    def _has_rest(self) -> bool:
+        return self._refusal is not None and self._parts > 1
 
     async def send(self, message: Any) -> None:
         """Send a message of the server, or hold it back."""
@@ -139,9 +150,9 @@ def wrap_add_request(original: Callable[..., None]) -> Callable[..., None]:
     def add_request(processor: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         original(processor, request, *args, **kwargs)
         exchange = _current.get()
-        state = processor.request_states.get(request.request_id) if exchange is not None else None
-        if state is not None:
+        if exchange is not None and (state := processor.request_states.get(request.request_id)) is not None:
             state.__dict__[_EXCHANGE] = exchange
+            exchange.add_part()
 
     return add_request
 
