@@ -54,7 +54,7 @@ over the environment. An unknown key or an impossible value stops the start, and
 `lookup`, `lookup_timeout_ms` and `promotion_wait` can also be lowered for one request, in its `kv_transfer_params`:
 `{{"kv_transfer_params": {{"lookup": "async", "promotion_wait": "best_effort"}}}}`. A value above the configured one has
 no effect, and is counted. An impossible value is answered with HTTP 400.
-[Hit threshold](../hit-threshold.md) describes `cache_hit_threshold` and `cache_hit_threshold_answer` of one request, and
+[Hit threshold](../hit-threshold.md) describes `cache_hit_threshold` and its answer for one request, and
 [security](../security.md#clients-of-the-http-api) the fields that need `client_fields`.
 """
 

@@ -68,6 +68,13 @@ FOREIGN = {"AWS_ALLOW_INVALID_CERTIFICATES", "LOAD", "LOOKUP", "SAVE", "PyO3"} |
     "spec_module_path",
     "swap_blocks_batch",
     "vllm_undercroft_",
+    # nginx and Envoy
+    "error_page",
+    "previous_hosts",
+    "proxy_intercept_errors",
+    "proxy_next_upstream",
+    "retriable_status_codes",
+    "retry_on",
 }
 OFFLOADING_KEYS = {"spec_name", "cpu_bytes_to_use", "secondary_tiers", "type", "module_path"}
 """Keys of vLLM's offloading, which may have undercroft as a tier."""
@@ -95,6 +102,7 @@ FOREIGN_FLAGS = {
     "--prefix-caching-hash-algo",
     "--prefix-match-unit",
     "--release",
+    "--sse-keep-alive-interval",
     "--test",
     "--trust-remote-code",
     "--ulimit",

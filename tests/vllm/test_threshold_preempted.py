@@ -23,11 +23,12 @@ def client(llama_with_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory)
         yield client
 
 
+@pytest.mark.parametrize("answer", ["finish_reason", "error"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_preempted_request_has_generated_is_kept(client: Client, stream: bool) -> None:
+def test_what_a_preempted_request_has_generated_is_kept(client: Client, stream: bool, answer: str) -> None:
     """With threshold 0.001: served at arrival, when its prompt is said to be cached, and rejected when it is not."""
     expected = [tokens for tokens, _ in send(client, stream, cache_hit_threshold=0)]
-    params = {"cache_hit_threshold": 0.001, "pretend_at_arrival": 500}
+    params = {"cache_hit_threshold": 0.001, "cache_hit_threshold_answer": answer, "pretend_at_arrival": 500}
     results = send(client, stream, kv_transfer_params=params)
     assert {reason for _, reason in results} == {REASON, "length"}
     for (tokens, reason), reference in zip(results, expected, strict=True):
