@@ -25,7 +25,7 @@ from undercroft.metrics import INFO_METRICS, METRICS, PREFIX, SERVER_METRICS
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text())
 DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text())
-MANIFESTS = [one for path in sorted(DEPLOY.glob("kubernetes*.yaml")) for one in yaml.safe_load_all(path.read_text())]
+MANIFESTS = [one for path in sorted(DEPLOY.rglob("kubernetes*.yaml")) for one in yaml.safe_load_all(path.read_text())]
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 RECORDED = {rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule}
 
@@ -157,7 +157,7 @@ def test_containers_are_configured_as_vllm_and_serve_take_it() -> None:
             # The images run `vllm serve`, which takes the model first.
             assert not arguments[0].startswith("-")
         seen.add(name)
-    assert seen == {"undercroft", "vllm", "vllm-0", "vllm-1", "vllm-volume"}
+    assert seen == {"undercroft", "vllm", "vllm-0", "vllm-1", "vllm-volume", "vllm-prefill", "vllm-decode"}
 
 
 def dockerfile(name: str, instruction: str) -> list[str]:
@@ -231,14 +231,51 @@ def test_every_pod_says_where_its_metrics_are(kind: str, pod: dict[str, Any]) ->
 
 
 def test_a_network_policy_guards_every_pod() -> None:
-    policies = [one for one in MANIFESTS if one["kind"] == "NetworkPolicy"]
+    policies = [one["spec"] for one in MANIFESTS if one["kind"] == "NetworkPolicy"]
     for _, pod in pods():
-        labels = pod["metadata"]["labels"]
-        names = {port["name"] for one in pod["spec"]["containers"] for port in one["ports"]}
-        guards = [one["spec"] for one in policies if one["spec"]["podSelector"]["matchLabels"] == labels]
-        assert len(guards) == 1, labels
-        (rule,) = guards[0]["ingress"]
-        assert rule["from"] and {port["port"] for port in rule["ports"]} == names
+        ports = [port for one in lasting(pod["spec"]) for port in one["ports"]]
+        numbers = {port["name"]: port["containerPort"] for port in ports if "name" in port}
+        (guard,) = [
+            one for one in policies if one["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        ]
+        assert all(rule["from"] and rule["ports"] for rule in guard["ingress"])
+        allowed = {numbers.get(port["port"], port["port"]) for rule in guard["ingress"] for port in rule["ports"]}
+        assert allowed == {port["containerPort"] for port in ports}
+
+
+def lasting(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The containers that run as long as the pod, sidecars among them."""
+    return spec["containers"] + [one for one in spec.get("initContainers", []) if one.get("restartPolicy") == "Always"]
+
+
+def test_llm_ds_sidecar_stands_before_a_decode_instance_that_allows_thresholds() -> None:
+    deployments = {one["metadata"]["name"]: one["spec"]["template"] for one in MANIFESTS if one["kind"] == "Deployment"}
+    for role in ("prefill", "decode"):
+        pod = deployments[f"vllm-{role}"]
+        (vllm,) = pod["spec"]["containers"]
+        _, extra = read_config(vllm["args"][-1])
+        config = UndercroftConfig.parse(extra, {})
+        # A threshold of the configuration would reject requests that do not pass the sidecar.
+        assert ("threshold" in config.client_fields, config.cache_hit_threshold) == (True, 0)
+        assert pod["metadata"]["labels"]["llm-d.ai/role"] == role
+    decode = deployments["vllm-decode"]["spec"]
+    (sidecar,) = decode["initContainers"]
+    flags = dict(argument.removeprefix("--").split("=") for argument in sidecar["args"])
+    assert flags["kv-connector"] == "shared-storage"
+    assert int(flags["port"]) == sidecar["ports"][0]["containerPort"]
+    assert f"--port={flags['model-server-port']}" in decode["containers"][0]["args"]
+    assert int(flags["model-server-port"]) == decode["containers"][0]["ports"][0]["containerPort"]
+
+
+def test_the_endpoint_picker_gives_each_request_a_prefill_instance() -> None:
+    picker = yaml.safe_load((DEPLOY / "llm-d/endpoint-picker.yaml").read_text())
+    plugins = {plugin["type"]: plugin.get("parameters") for plugin in picker["plugins"]}
+    assert plugins["disagg-profile-handler"] == {"deciders": {"prefill": "always-disagg-pd-decider"}}
+    assert "always-disagg-pd-decider" in plugins
+    assert [profile["name"] for profile in picker["schedulingProfiles"]] == ["prefill", "decode"]
+    for profile in picker["schedulingProfiles"]:
+        used = {one["pluginRef"] for one in profile["plugins"]}
+        assert used <= plugins.keys() and f"{profile['name']}-filter" in used
 
 
 def test_containers_of_compose_have_no_more_rights_than_they_need() -> None:

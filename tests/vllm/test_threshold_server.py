@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from real_engine import prompt
-from threshold_http import REASON, Client, start_server, the_choice
+from threshold_http import REASON, Client, output, start_server, the_choice
 
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -335,16 +335,3 @@ def test_decode_first_example(fresh: Client, proxy: tuple[httpx.Client, bool], p
     assert fresh.metric("vllm:request_success_total") - served_before == (3 if shared else 2)
     own = http.post(path, json=body | {"cache_hit_threshold": 7})
     assert (own.status_code, own.headers["x-route"]) == (400, "decode")
-
-
-def output(answer: str, stream: bool) -> tuple[str, str]:
-    """Text and finish reason of a response."""
-    lines = [line.removeprefix("data: ") for line in answer.split("\n") if line] if stream else [answer]
-    text, reason = "", ""
-    for line in lines:
-        for choice in [] if line == "[DONE]" else json.loads(line)["choices"]:
-            part = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
-            text += part.get("content") or ""
-            reason = choice["finish_reason"] or reason
-    assert text
-    return text, reason

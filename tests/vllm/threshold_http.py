@@ -84,6 +84,19 @@ def the_choice(answer: dict[str, Any]) -> dict[str, Any]:
     return choice
 
 
+def output(answer: str, stream: bool) -> tuple[str, str]:
+    """Text and finish reason of a response."""
+    lines = [line.removeprefix("data: ") for line in answer.split("\n") if line] if stream else [answer]
+    text, reason = "", ""
+    for line in lines:
+        for choice in [] if line == "[DONE]" else json.loads(line)["choices"]:
+            part = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+            text += part.get("content") or ""
+            reason = choice["finish_reason"] or reason
+    assert text
+    return text, reason
+
+
 def wait_until_on_disk(directory: Path, blocks: int) -> None:
     """Until so many blocks would survive the end of the directory's owner, which writes them behind."""
     deadline = time.monotonic() + 60
