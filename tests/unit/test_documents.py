@@ -90,6 +90,7 @@ FOREIGN_FLAGS = {
     "--gpu-memory-utilization",
     "--hf-overrides",
     "--ipc",
+    "--kv-connector",
     "--kv-offloading-size",
     "--kv-events-config",
     "--kv-transfer-config",
