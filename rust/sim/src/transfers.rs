@@ -17,7 +17,7 @@ use crate::world::World;
 /// A save with slots.
 type Granted = Option<(TransferId, Vec<ClientBlock>)>;
 
-/// What a device holds.
+/// The blocks on a device.
 struct OnDevice {
     /// No blocks but `offers`.
     only: bool,
@@ -377,7 +377,7 @@ impl World {
         Ok(())
     }
 
-    /// What the device holds: all blocks of full attention, or some of them, and some blocks of other groups.
+    /// The blocks on the device: all blocks of full attention, or some of them, and some blocks of other groups.
     fn on_device(&mut self, session: usize, tokens: u32) -> OnDevice {
         let only = self.random.chance(250);
         let offers = self.offers(session, tokens, only);

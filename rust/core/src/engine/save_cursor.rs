@@ -1,4 +1,4 @@
-//! What a save answers, its progress while its slots are reserved in steps, and the blocks that are offered to it.
+//! The answer of a save, its progress while its slots are reserved in steps, and the blocks that are offered to it.
 
 use crate::forest::{NodeId, NsId};
 use crate::key::{BlockHash, HashSource};
