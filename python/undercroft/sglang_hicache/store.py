@@ -61,16 +61,16 @@ class PoolStore:
         self._description = description
         self.cache = Cache.of(engine, description, [Group(pool.parts)], key_tokens, owns_engine=owns_engine)
         self._staging: npt.NDArray[np.uint8] | None = None
-        self._piece = 1 << 30
-        """Pages that are moved together."""
-        if writes is not None:
-            self._piece = max(1, writes.piece // self.page_bytes)
+        self._most = 1 << 30
+        """Pages that can be moved together."""
         if pool.is_direct:
             for region in pool.regions():
                 self.cache.add_region(region)
         else:
-            self._piece = min(self._piece, max(1, _STAGED_BYTES // self.page_bytes))
-            self._staging = np.empty((self._piece, self.page_bytes), np.uint8)
+            self._most = max(1, _STAGED_BYTES // self.page_bytes)
+            if writes is not None:
+                self._most = min(self._most, max(1, writes.piece // self.page_bytes))
+            self._staging = np.empty((self._most, self.page_bytes), np.uint8)
             self.cache.add_region(self._staging)
 
     def stop_saves(self) -> None:
@@ -137,9 +137,10 @@ class PoolStore:
         chain, done = self._chain([*prefix, *keys]), []
         writes = None if is_load else self._writes
         patient_until = self._patient_until(prefix, keys, until) if writes is not None else until
-        for at in range(0, len(keys), self._piece):
-            indices = host_indices[at * self.pool.page_tokens : (at + self._piece) * self.pool.page_tokens]
-            first, end = len(prefix) + at, min(len(prefix) + at + self._piece, len(chain))
+        piece = self._most if self._writes is None else min(self._most, max(1, self._writes.piece // self.page_bytes))
+        for at in range(0, len(keys), piece):
+            indices = host_indices[at * self.pool.page_tokens : (at + piece) * self.pool.page_tokens]
+            first, end = len(prefix) + at, min(len(prefix) + at + piece, len(chain))
             if writes is not None:
                 writes.wait((end - first) * self.page_bytes, patient_until)
             done += self._move(chain[:end], first, indices, until, is_load=is_load)

@@ -15,6 +15,8 @@ _ROOM = 0.4
 is for slots that are larger than their pages, and for saves that do not wait."""
 _PIECE = 0.1
 """Part of host memory for which a save waits at a time."""
+_PIECE_BYTES = 16 << 20
+"""The same while an engine of another process has not told the size of its host memory."""
 _BURST_S = 30.0
 """Most seconds of waits, one after the other, until saves no longer wait. Each second without a wait gives one back."""
 _STEP_S = 0.005
@@ -31,11 +33,12 @@ class Writes:
         """Bytes that waited when a wait ended in which nothing was written."""
         self._waited, self._ended = 0.0, time.monotonic()
         """Seconds of waits that count, and when the last one ended."""
+        self._host = 0
 
     @property
     def piece(self) -> int:
         """Bytes for which a save waits at a time."""
-        return int(_PIECE * self._host_bytes())
+        return int(_PIECE * self._host_bytes()) or _PIECE_BYTES
 
     def wait(self, size: int, until: float) -> None:
         """Wait until so many bytes have room to wait for the disk, at the latest until then (`time.monotonic`)."""
@@ -58,7 +61,10 @@ class Writes:
         self._waited += self._ended - began
 
     def _host_bytes(self) -> int:
-        return int(self._engine.stats().get("host_capacity_bytes", 0))
+        """Host memory of the engine; 0 while that is not known."""
+        if not self._host:
+            self._host = int(self._engine.stats().get("host_capacity_bytes", 0))
+        return self._host
 
     def _queued(self) -> int:
         """Bytes that wait to be written; 0 if the engine cannot tell."""

@@ -90,6 +90,14 @@ def test_saves_wait_no_longer_than_the_disk_needs(monkeypatch: pytest.MonkeyPatc
     assert disk.save(50) == pytest.approx(0.5, abs=0.1)
 
 
+def test_pieces_are_not_single_pages_before_an_engine_elsewhere_has_told_its_memory() -> None:
+    told: dict[str, int] = {}
+    waits = Writes(SimpleNamespace(stats=lambda: told))  # type: ignore[arg-type]
+    assert waits.piece == 16 * MIB
+    told["host_capacity_bytes"] = 1_000 * MIB
+    assert waits.piece == 100 * MIB
+
+
 def test_small_saves_ask_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
     for _ in range(300):
@@ -125,7 +133,8 @@ def test_the_saves_of_an_operation_share_their_patience(tmp_path: Path, monkeypa
     store = opened(tmp_path, pool)
     kept = store._stores["kv"]
     until: list[float] = []
-    monkeypatch.setattr(kept, "_writes", SimpleNamespace(wait=lambda _, limit: until.append(limit)))
+    waits = SimpleNamespace(wait=lambda _, limit: until.append(limit), piece=1 << 30)
+    monkeypatch.setattr(kept, "_writes", waits)
     monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def save(of: list[str], before: list[str]) -> None:
