@@ -81,13 +81,16 @@ def family(make: Callable[[], object], place: Path) -> Iterator[tuple[int, int, 
     """A process that has called ``make``, its forked child, and the files that the process had before. Both live."""
     told, tell = os.pipe()
 
+    def tell_pid() -> None:
+        os.write(tell, str(os.getpid()).encode())
+
     def parent() -> None:
         before = held("self")
         kept = make()
-        child = forked(lambda: None)
-        assert kept is not None
         (place / "before").write_text("\n".join(before))
-        os.write(tell, str(child).encode())
+        # The child itself says that it is there: what it does with its parent's engine is over by then.
+        forked(tell_pid)
+        assert kept is not None
 
     parent_pid = forked(parent)
     os.close(tell)
