@@ -49,7 +49,7 @@ fn pieces_of_a_long_chain_pass_through_a_small_arena() {
             let first = save(&mut rig, 1, len);
             assert!(first.tokens.0 >= before, "it keeps what it has");
             rig.pump();
-            // What found no room in the first place goes on below it.
+            // Blocks that found no room in the first place go on below it.
             let end = save(&mut rig, 1, len);
             assert_eq!((end.tokens.0, end.refused), (len * HASH_BLOCK, None));
             rig.pump();
