@@ -51,7 +51,8 @@ class PoolStore:
         self.page_bytes = sum(pool.parts)
         self._tokens = key_tokens
         self._names = (f"?{number}" for number in itertools.count())
-        self._has_remote = bool(engine.info().get("remote"))
+        self._remote: bool | None = None
+        """Whether the engine has a remote store. A server tells this with its first session."""
         self._writes = writes
         self._operation: tuple[str, float] = ("", 0.0)
         """The last key of SGLang's operation of saves, and when it began."""
@@ -91,9 +92,14 @@ class PoolStore:
         """How many pages from the first key on can be loaded."""
         chain = self._chain([*prefix, *keys])
         end = self.cache.exists(chain, timeout_s=_left(until))
-        if self._has_remote and end < len(chain) * self._tokens:
+        if end < len(chain) * self._tokens and self._has_remote():
             end = max(end, self._located(chain, len(prefix) * self._tokens, until))
         return max(0, end // self._tokens - len(prefix))
+
+    def _has_remote(self) -> bool:
+        if self._remote is None and (info := self.cache.engine.info()):
+            self._remote = bool(info.get("remote"))
+        return bool(self._remote)
 
     def _located(self, chain: list[bytes], begin: int, until: float) -> int:
         """Where a hit ends that may lie in a remote store. The question starts the reads."""

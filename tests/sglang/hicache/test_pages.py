@@ -379,6 +379,25 @@ def test_another_host_finds_pages_in_the_remote_store(tmp_path: Path) -> None:
     store.close()
 
 
+def test_servers_of_two_hosts_share_pages_in_the_remote_store(tmp_path: Path) -> None:
+    pool, chain = mha(heads=32), keys("a", 64)
+    (tmp_path / "store").mkdir(mode=0o700)
+    remote = ("--remote", f"file://{tmp_path / 'store'}", "--remote-object", "1MiB")
+    for host in ("one", "two"):
+        with ServeProcess(tmp_path / host, *remote) as server:
+            store = opened("", pool, server=f"unix://{server.socket}")
+            if host == "one":
+                until(lambda store=store: all(store.batch_set_v1(chain, fill(pool, range(64), chain), after())))
+                until(lambda: len([path for path in (tmp_path / "store").rglob("*-*") if path.is_file()]) == 8)
+            else:
+                # A server tells of its remote store with its first session. From then on, questions wait for it.
+                until(lambda store=store: store._stores["kv"]._has_remote())
+                until(lambda store=store: store.batch_exists(chain, after()) == 64)
+                assert store.batch_get_v1(chain, wipe(pool, range(64)), after()) == [True] * 64
+                assert wrong(pool, range(64), chain) == []
+            store.close()
+
+
 def until(true: Callable[[], bool]) -> None:
     """Wait for something that another process does."""
     end = time.monotonic() + 60
