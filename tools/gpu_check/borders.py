@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -128,29 +129,60 @@ def _caches(rig: Rig, pages: tuple[int, ...], size: int) -> Iterator[tuple[str, 
 def beside_prefill(rig: Rig) -> list[Row]:
     """Copies while products run: their speed as a share of their own speed alone, and the products' slowdown."""
     prefill = Prefill(rig)
-    rows = []
-    for way, page, one, [[ids, slots]] in _caches(rig, BESIDE, rig.pick(512 << 20, 1 << 20)):
+    size = rig.pick(1 << 30, 1 << 20)
+    rows = _plain_beside(rig, prefill, size)
+    for way, page, one, [[ids, slots]] in _caches(rig, BESIDE, size):
         for to_arena, word in ((True, "saves"), (False, "loads")):
             name = f"{page >> 10} KiB, {way}, {word}"
             rig.say(f"beside a prefill: {name}")
-            alone = _copy(one, to_arena, ids, slots)
-            alone = min(alone, _copy(one, to_arena, ids, slots))
-            # The queue outlasts the copies, also if they are slowed down to a fifth.
-            count = 4 if rig.small else max(4, int(5 * alone / prefill.seconds))
-            shares, slower = [], []
-            for _ in rig.rounds(3, 1):
-                bare = prefill.run(count)
-                begin = time.perf_counter()
-                # Copies wait for the work that is queued before them: none yet.
-                one.submit(to_arena, [(ids, slots)])
-                prefill.queue(count)
-                one.finish()
-                shares.append(alone / (time.perf_counter() - begin))
-                rig.wait_for_model()
-                slower.append(((time.perf_counter() - begin) / bare - 1) * 100)
-            rows.append(at_least(f"{name}: speed over that alone", _middle(shares), BESIDE_SHARE))
-            rows.append(Row(f"{name}: products slowed down", _middle(slower), "%"))
+            # Copies wait for the work that is queued before them: none yet.
+            start = partial(one.submit, to_arena, [(ids, slots)])
+            share, slower = _beside(rig, prefill, start, one.finish)
+            rows.append(at_least(f"{name}: speed over that alone", share, BESIDE_SHARE))
+            rows.append(Row(f"{name}: products slowed down", slower, "%"))
     return rows
+
+
+def _plain_beside(rig: Rig, prefill: Prefill, size: int) -> list[Row]:
+    """One copy of pinned memory while products run: what the device leaves to any copy."""
+    host, device = rig.host(size), torch.empty(size, dtype=torch.uint8, device=rig.device)
+    stream = torch.cuda.Stream(rig.device) if rig.device.type == "cuda" else None
+    rows = []
+    for word, to, source in (("save", host, device), ("load", device, host)):
+
+        def start(to: torch.Tensor = to, source: torch.Tensor = source) -> None:
+            with torch.cuda.stream(stream):
+                to.copy_(source, non_blocking=True)
+
+        share, slower = _beside(rig, prefill, start, stream.synchronize if stream is not None else lambda: None)
+        rows.append(Row(f"a plain {word}: speed over that alone", share))
+        rows.append(Row(f"a plain {word}: products slowed down", slower, "%"))
+    return rows
+
+
+def _beside(rig: Rig, prefill: Prefill, start: Callable[[], object], finish: Callable[[], None]) -> tuple[float, float]:
+    """The speed of copies beside products as a share of that alone, and by how many percent the products are slower."""
+
+    def alone() -> float:
+        begin = time.perf_counter()
+        start()
+        finish()
+        return time.perf_counter() - begin
+
+    bare = min(alone() for _ in range(2))
+    # The queue outlasts the copies, also if they are slowed down to a fifth.
+    count = 4 if rig.small else max(4, int(5 * bare / prefill.seconds))
+    shares, slower = [], []
+    for _ in rig.rounds(3, 1):
+        products = prefill.run(count)
+        begin = time.perf_counter()
+        start()
+        prefill.queue(count)
+        finish()
+        shares.append(bare / (time.perf_counter() - begin))
+        rig.wait_for_model()
+        slower.append(((time.perf_counter() - begin) / products - 1) * 100)
+    return _middle(shares), _middle(slower)
 
 
 def sweep(rig: Rig) -> list[Row]:

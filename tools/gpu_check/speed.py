@@ -17,6 +17,8 @@ CASES = (("BLHNC", 32, 64 << 10), ("LBHNC", 32, 64 << 10), ("LBHNC", 80, 8 << 10
 CACHE_SHARE = 0.4
 """Share of the free device memory: kernels and address translation behave otherwise on a large cache."""
 JOBS = 8
+SIZE = 2 << 30
+"""Bytes of a round: a prompt of 16k tokens of an 8B model. Half a millisecond of a round is not the bus."""
 SHARE = 0.97
 BOTH = 1.7
 SUBMIT_US = 150.0
@@ -25,7 +27,7 @@ SUBMIT_US = 150.0
 def check(rig: Rig) -> list[Row]:
     """Rows for each case; the plain copies are measured in the same rounds."""
     rows: list[Row] = []
-    size = rig.pick(512 << 20, 4 << 20)
+    size = rig.pick(SIZE, 4 << 20)
     for layout, layers, page in CASES:
         name = f"{layout}, {layers} x {page >> 10} KiB"
         rig.say(f"speed: {name}")
