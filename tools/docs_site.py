@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,19 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security-policy.md",
-    "benches/DIARY.md": "diary.md",
-    "benches/RESULTS.md": "results.md",
+    "benches/RESULTS.md": "lab-records.md",
     "deploy/README.md": "deployment.md",
     "README.md": "index.md",
 }
 """Document -> its page; the overview stands for the README."""
 SOURCES = {page: document for document, page in PAGES.items() if page != "index.md"}
+
+
+def on_config(config: Any) -> Any:
+    """Name the version at the foot of each page."""
+    workspace = tomllib.loads((ROOT / "Cargo.toml").read_text(encoding="utf-8"))["workspace"]
+    config.copyright = f"undercroft {workspace['package']['version']} · Apache-2.0"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
