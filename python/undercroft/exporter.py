@@ -1,9 +1,10 @@
-"""A shared server's metrics over HTTP in Prometheus' format, and whether it serves. `undercroft.metrics` has the names
-of the metrics."""
+"""A shared server over HTTP: a page for people, its status, whether it serves, and its metrics in the format
+of Prometheus. `undercroft.metrics` has the names of the metrics."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import sys
 import threading
@@ -32,6 +33,10 @@ from undercroft.metrics import (
     SERVER_METRICS,
 )
 from undercroft.metrics import Metric as Described
+from undercroft.view import page
+from undercroft.view.readings import Reading, from_status
+from undercroft.view.tables import Engine as Shown
+from undercroft.view.tables import tables
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
@@ -43,6 +48,10 @@ REQUEST_TIMEOUT_S = 5.0
 CONNECTION_TIMEOUT_S = 10.0
 # A server that does not answer for this long counts as stuck. Probes wait longer.
 HEALTH_TIMEOUT_S = 2.0
+# The page's rates are those since a reading of this age; without one they are left out.
+RATES_OVER_S = (4.0, 60.0)
+NOT_OPEN = "the engine is not open yet"
+PATHS = "this server has /, /status, /health and /metrics"
 
 
 class EngineCollector(Collector):
@@ -102,25 +111,38 @@ class _Handler(MetricsHandler):
     page: Page
 
     def do_GET(self) -> None:  # noqa: N802
-        """Answer ``/metrics`` and ``/health``."""
+        """Answer the addresses of `PATHS`."""
         path = self.path.partition("?")[0]
-        if path not in ("/metrics", "/health"):
-            return self._say(404, "this server has /metrics and /health")
-        trouble = self.page.trouble() if path == "/health" else self.page.unopened()
-        if trouble:
-            return self._say(503, trouble)
+        if path not in ("/", "/status", "/health", "/metrics"):
+            return self._say(404, f"{PATHS}\n")
+        if path == "/metrics":
+            return self._metrics()
+        try:
+            status = self.page.status()
+        except _NoAnswerError as error:
+            return self._say(503, f"{error}\n")
         if path == "/health":
-            return self._say(200, "serves")
+            return self._say(200, "serves\n")
+        if path == "/status":
+            return self._say(200, f"{json.dumps(status)}\n", "application/json")
+        return self._say(200, self.page.picture(status), "text/html; charset=utf-8")
+
+    def _metrics(self) -> None:
+        if not self.page.is_open:
+            return self._say(503, f"{NOT_OPEN}\n")
         # The text format, even if the client accepts OpenMetrics. There prometheus_client 0.26 writes "vllm_" for
         # "vllm:", and no rule or dashboard finds the series.
         del self.headers["Accept"]
         return super().do_GET()
 
-    def _say(self, code: int, text: str) -> None:
-        body = f"{text}\n".encode()
+    def _say(self, code: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        body = text.encode()
         self.send_response(code)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", page.POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(body)
 
@@ -181,16 +203,23 @@ class _MetricsServer(ThreadingMixIn, HTTPServer):
             request.shutdown(socket.SHUT_RDWR)
 
 
-class Page:
-    """The addresses ``/metrics`` and ``/health``, on threads of their own.
+class _NoAnswerError(Exception):
+    """Why the server does not serve."""
 
-    Before the engine is open, both answer 503.
+
+class Page:
+    """The addresses of `PATHS`, on threads of their own.
+
+    Before the engine is open, all answer 503.
     """
 
     def __init__(self, host: str, port: int) -> None:
         """Listen on ``port``, which the system chooses if it is 0. Raises OSError if the address is not available."""
         self._registry = CollectorRegistry()
         self._socket: str | None = None
+        self._lock = threading.Lock()
+        self._earlier: list[Reading] = []
+        """Readings for the rates of the page, the oldest first."""
         handler = _Handler.factory(self._registry)
         handler.page = self  # type: ignore[attr-defined]
         try:
@@ -205,17 +234,33 @@ class Page:
         self._registry.register(EngineCollector(engine))
         self._socket = socket_path
 
-    def unopened(self) -> str:
-        """A text if the engine is not open yet, else ""."""
-        return "" if self._socket else "the engine is not open yet"
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine is open."""
+        return self._socket is not None
 
-    def trouble(self) -> str:
-        """Why the server does not serve; "" if it does. Asks like a client: the answer needs the server's thread and
-        the engine."""
-        if not self._socket:
-            return self.unopened()
+    def status(self) -> dict[str, Any]:
+        """The status, without the options, which are not for everybody who reaches the port.
+
+        Asks like a client: the answer needs the server's thread and the engine. Raises _NoAnswerError.
+        """
+        if self._socket is None:
+            raise _NoAnswerError(NOT_OPEN)
         try:
             status = server_status(self._socket, HEALTH_TIMEOUT_S)
         except ServerError as error:
-            return str(error)
-        return "" if status["stats"]["host_capacity_bytes"] else "the engine has failed"
+            raise _NoAnswerError(error) from None
+        if not status["stats"]["host_capacity_bytes"]:
+            raise _NoAnswerError("the engine has failed")
+        return status | {"info": {name: value for name, value in status["info"].items() if name != "options"}}
+
+    def picture(self, status: dict[str, Any]) -> str:
+        """The page for a browser."""
+        now = from_status(status, time.monotonic())
+        young, old = RATES_OVER_S
+        with self._lock:
+            before = next((one for one in reversed(self._earlier) if young <= now.at - one.at <= old), None)
+            if not self._earlier or now.at - self._earlier[-1].at >= young:
+                self._earlier = [*self._earlier[-1:], now]
+        name = f"pid {status['pid']}"
+        return page.html(f"undercroft {now.version} on {socket.gethostname()}", tables([Shown(name, now, before)]))

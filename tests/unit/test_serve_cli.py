@@ -496,14 +496,14 @@ def test_metrics_are_those_of_the_connector_and_the_servers_own() -> None:
     assert 'io_engine_info{io_engine="io_uring"} 0.0' in scrape(port), "without a disk tier no IO engine is used"
 
 
-def test_the_page_has_two_addresses_and_says_so_before_the_engine_is_open() -> None:
+def test_the_port_has_four_addresses_and_says_so_before_the_engine_is_open() -> None:
     early = exporter.Page("127.0.0.1", 0)
-    for path in ("/metrics", "/health"):
+    for path in ("/", "/status", "/health", "/metrics"):
         assert asked(early.port, path) == (503, "the engine is not open yet\n")
     port = page(Served())
     assert asked(port, "/metrics?name=x")[0] == 200
-    for path in ("/", "/healthz", "/metrics/"):
-        assert asked(port, path) == (404, "this server has /metrics and /health\n")
+    for path in ("/healthz", "/metrics/", "/statuses"):
+        assert asked(port, path) == (404, "this server has /, /status, /health and /metrics\n")
 
 
 def test_the_health_of_a_server_that_does_not_answer_is_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

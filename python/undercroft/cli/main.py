@@ -24,6 +24,7 @@ from undercroft.printable import printable
 COMMANDS = (
     "serve",
     "status",
+    "top",
     "explain",
     "doctor",
     "check-config",

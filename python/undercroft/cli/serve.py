@@ -58,8 +58,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
         "--metrics",
         type=_address,
         metavar="[HOST:]PORT",
-        help="serve /metrics (in Prometheus form) and /health (503 unless the engine answers) over HTTP, on 127.0.0.1 "
-        "unless a host is given",
+        help="serve a page for people at /, its figures as JSON at /status, /health (503 unless the engine answers) "
+        "and /metrics (in Prometheus form) over HTTP, on 127.0.0.1 unless a host is given",
     )
     parser.add_argument(
         "--log-level", choices=LOG_LEVELS, help=f"least level of the lines in the log (default: {LOG_LEVELS[1]})"

@@ -14,20 +14,12 @@ from undercroft.cli.sockets import absolute_path, default_socket
 from undercroft.errors import UndercroftError
 from undercroft.metrics import METRICS
 from undercroft.units import format_size
+from undercroft.view.readings import of_latency
+from undercroft.view.tables import TROUBLES
 
 # Seconds between the two readings from which rates are computed.
 INTERVAL_S = 1.0
 COUNTERS = frozenset(key for metric in METRICS if metric.kind == "counter" for key in metric.sources)
-# Counters that an operator should see if they are not 0.
-TROUBLES = (
-    "checksum_failures",
-    "host_checksum_failures",
-    "decryption_failures",
-    "read_failures",
-    "write_failures",
-    "load_failures",
-    "save_failures",
-)
 
 _SESSION = {
     "connected": "connected",
@@ -192,19 +184,8 @@ def _tier(stats: dict[str, Any], tier: str, at_start: int) -> tuple[Any, ...]:
 
 
 def _disk(disk: dict[str, Any]) -> tuple[Any, ...]:
-    times = [_quantile(disk.get("latency"), direction, part) for direction in ("load", "save") for part in (0.5, 0.99)]
+    times = [one.within(part) for one in of_latency(disk.get("latency")) for part in (0.5, 0.99)]
     return disk["path"], format_size(disk["capacity"]), disk["health"], *times, disk["fault"] or ""
-
-
-def _quantile(latency: dict[str, Any] | None, direction: str, part: float) -> str:
-    """The latency limit within which this part of a disk's reads or writes ended since the start."""
-    counts = latency[direction]["at_most"] if latency else [0]
-    if latency is None or not counts[-1]:
-        return "-"
-    for limit, count in zip(latency["limits_s"], counts, strict=False):
-        if count >= part * counts[-1]:
-            return f"<= {limit * 1000:g} ms"
-    return f"> {latency['limits_s'][-1]:g} s"
 
 
 def _watch(socket: str, interval_s: float, *, as_json: bool) -> int:
