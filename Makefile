@@ -74,6 +74,13 @@ wheel: $(DEPS) | cargo  ## Build the wheels to install elsewhere into dist/: und
 	@$(UV_ENV); $(COMMIT); maturin build --release --out dist $(WHEEL_ARGS)
 	@$(UV_ENV); maturin build --release --out dist $(WHEEL_ARGS) --manifest-path rust/pyo3-bench/Cargo.toml
 
+# `make release-check RELEASE_ARGS='--native'` without Zig, for this machine's glibc alone.
+RELEASE_ARGS ?=
+
+.PHONY: release-check
+release-check: $(STAMPS)/venv | cargo  ## Build what a release publishes into dist/, check it, and run it in an empty environment
+	@$(UV_ENV); $(COMMIT); $(BIN)/python tools/release_check.py --vllm '$(VLLM)' $(RELEASE_ARGS)
+
 # Cross-built, and run by an emulator: no machine with this processor is needed.
 AARCH64 := $(PYTHON) tools/aarch64.py
 AARCH64_TARGET := --target aarch64-unknown-linux-gnu
@@ -91,7 +98,7 @@ test-aarch64: | cargo  ## Rust tests of the core, the ciphers and remote directo
 
 .PHONY: run
 run: build  ## Real vLLM server with undercroft: cold, warm from memory, warm from disk after a restart
-	@$(BIN)/python tools/run.py $(if $(MODEL),--model '$(MODEL)') -- $(VLLM_ARGS)
+	@mkdir -p .run; $(BIN)/undercroft demo --directory .run $(if $(MODEL),--model '$(MODEL)') -- $(VLLM_ARGS)
 
 .PHONY: test
 test: lint test-rust test-python  ## Everything that tests
@@ -295,6 +302,18 @@ test-router: build  ## Route between two vLLM servers with Dynamo's KV indexer a
 	test -x $(ROUTER_VENV)/bin/python || $(PYTHON) -m venv $(ROUTER_VENV)
 	$(ROUTER_VENV)/bin/python -m pip install --quiet ai-dynamo-runtime==1.6.1 vllm-router==0.1.17
 	ROUTER_PYTHON=$(CURDIR)/$(ROUTER_VENV)/bin/python $(BIN)/python -m pytest -q -n 0 tests/vllm/test_routers.py
+
+# Clients from elsewhere, in environments of their own.
+CLIENT_VENVS := .venv-clients
+
+.PHONY: test-clients
+test-clients: build  ## openai-python, LiteLLM, LangChain, vLLM's benchmark, guidellm and lm-eval against a server (1 GB once, 15 minutes)
+	@$(UV_ENV); for client in 'sdk openai litellm langchain-openai' 'lmeval lm-eval[api] transformers' 'guidellm guidellm'; do \
+	  set -- $$client; test -e $(CLIENT_VENVS)/$$1/.done && continue; \
+	  uv venv --quiet --clear $(CLIENT_VENVS)/$$1; \
+	  uv pip install --quiet --override tools/overrides.txt --python $(CLIENT_VENVS)/$$1/bin/python "$${@:2}"; \
+	  touch $(CLIENT_VENVS)/$$1/.done; done
+	UNDERCROFT_TEST_CLIENTS=$(CURDIR)/$(CLIENT_VENVS) $(BIN)/python -m pytest -q -n 0 tests/vllm/test_clients.py
 
 # Of its own: the site needs nothing of vLLM, and its pages from the code are in the tree.
 DOCS_VENV := .venv-docs

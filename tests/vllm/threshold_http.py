@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from vllm_server import Server
 
 from real_engine import TRUSTING
 from undercroft import _core
+from undercroft.demo.server import Server
 
 REASON = "cache_threshold"
 

@@ -40,6 +40,7 @@ COMMANDS = (
     "resize",
     "export",
     "import",
+    "demo",
 )
 """Subcommands; the module of each has its name, but that of ``import``, which is no name."""
 

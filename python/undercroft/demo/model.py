@@ -1,4 +1,4 @@
-"""Makes a small Llama with random weights and a byte tokenizer, so that `make run` needs no download.
+"""Makes a small Llama with random weights and a byte tokenizer, so that the demonstration needs no download.
 
 The weights have enough scale that the output depends on the KV cache: a wrong block changes the tokens.
 """

@@ -1,4 +1,4 @@
-"""A vLLM OpenAI server as a child process, and the few HTTP calls that the tools make to it."""
+"""A vLLM OpenAI server as a child process, and the few HTTP calls that the demonstration and the tests make to it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from undercroft.cli.output import CommandError
+
 START_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 60
 REQUEST_TIMEOUT_S = 600
@@ -25,7 +27,7 @@ LOG_TAIL_LINES = 40
 CACHED_METRIC = re.compile(r'^vllm:prompt_tokens_cached_by_source_total\{.*source="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 
-class ServerError(Exception):
+class ServerError(CommandError):
     """The server did not start, answer or stop; the message holds the end of its log."""
 
 

