@@ -7,13 +7,15 @@ ends. Nothing of the directory stays in the page cache. A new engine then gets h
 and the other half at once. At last, conversations of several turns run in an engine whose own memory holds a quarter of
 them. Each engine has populated its memory and answered a short prompt before. The copies between the device and vLLM's
 memory are the same memmove for both tiers. Every answer must be equal for both. The rate of reads counts from a
-prompt's arrival until its chunks are in vLLM's memory.
+prompt's arrival until its chunks are in vLLM's memory, the rate of writes from the start of a prompt's save until it is
+on disk. The device's own rates are those of a bare loop in each round.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import shutil
@@ -42,6 +44,7 @@ ROWS = {
     "first_token_ms": "first token after a restart, one prompt at a time (ms)",
     "planned_first_token_ms": "the same with default options (ms)",
     "read_s_per_gib": "reads for one prompt at a time (s a GiB)",
+    "write_s_per_gib": "writes for one prompt at a time, until they are on disk (s a GiB)",
     "together_s": "half of the prompts at once after a restart (s)",
     "lookup_us": "lookups of a prompt on the scheduler's thread (µs)",
     "submit_load_us": "the start of a load on that thread (µs)",
@@ -50,6 +53,8 @@ ROWS = {
     "turns_s": "conversations of several turns (s)",
 }
 """Lower is better in each."""
+DEVICE = {"read_s_per_gib": "raw_read_gbps", "write_s_per_gib": "raw_write_gbps"}
+"""Rows that are also told as shares of the device, and the device's figure: a bare O_DIRECT loop, 32 MiB in flight."""
 
 
 def model(root: Path) -> Path:
@@ -104,6 +109,9 @@ class Times:
         self.loaded = 0
         self.loaded_at = 0.0
         self._loading: dict[int, int] = {}
+        self.saved = 0
+        self.saved_from = math.inf
+        """Chunks of saves, and the time at which the first of them began."""
         self._clock_s = min(-(time.thread_time() - time.thread_time()) for _ in range(1000))
         for name in self.CALLS:
             if hasattr(Tier, name):
@@ -111,6 +119,9 @@ class Times:
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(tier: Any, *args: Any, **kwargs: Any) -> Any:
+            if name == "submit_store":
+                self.saved += len(args[0].keys)
+                self.saved_from = min(self.saved_from, time.perf_counter())
             start = time.thread_time()
             answer = call(tier, *args, **kwargs)
             if name == "get_finished_jobs":
@@ -184,7 +195,7 @@ def check_disk(directory: Path, prompts: int, tokens: int) -> None:
 
 def capacity(prompts: int, tokens: int) -> int:
     """Bytes of disk for all chunks of a round, and half as much again."""
-    chunks = prompts * (tokens // BLOCK) + CONVERSATIONS * (TURNS * NEW // BLOCK)
+    chunks = (prompts + prompts // 2) * (tokens // BLOCK) + CONVERSATIONS * (TURNS * NEW // BLOCK)
     return (chunks + chunks // 2) << 20
 
 
@@ -192,6 +203,17 @@ def processor_s() -> float:
     """Processor time of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+def write_s_per_gib(one: Engine, times: Times, prompts: int, tokens: int) -> float:
+    """Time of saving a GiB, from the start of a prompt's save until it is on disk."""
+    found = []
+    for number in range(prompts):
+        times.saved, times.saved_from = 0, math.inf
+        one.generate(prompt(tokens + 1, seed=300 + number), 1)
+        rest(one)
+        found.append((time.perf_counter() - times.saved_from) / (times.saved / 1024))
+    return statistics.median(found)
 
 
 def measure(tier: str, root: Path, directory: Path, prompts: int, tokens: int) -> dict[str, Any]:
@@ -209,6 +231,7 @@ def measure(tier: str, root: Path, directory: Path, prompts: int, tokens: int) -
         found["answers"] += [one.generate(ids, 2).tokens for ids in asked]
         rest(one)
         found["save_s"], found["save_cpu_s"] = time.perf_counter() - begin, processor_s() - cpu
+        found["write_s_per_gib"] = write_s_per_gib(one, times, prompts // 2, tokens)
     found["submit_store_us"] = 1e6 * statistics.median(times.starts["submit_store"])
     found["disk_mib"] = sum(path.stat().st_blocks for path in directory.rglob("*")) >> 11
 
@@ -291,11 +314,18 @@ def main() -> None:
         print(json.dumps(found))
         return
     check_disk(arguments.directory or Path(tempfile.gettempdir()), arguments.prompts, arguments.tokens)
+    from undercroft_bench import _bench
+
     results: dict[str, list[dict[str, Any]]] = {tier: [] for tier in TIERS}
     with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
         for number in range(arguments.rounds):
+            with tempfile.TemporaryDirectory(dir=root) as empty:
+                device = _bench.disk(empty, 1 << 20, 512)
             for tier in TIERS[:: -1 if number % 2 else 1]:
                 results[tier].append(run(tier, Path(root), arguments))
+                for row, bare in DEVICE.items():
+                    # Of one prompt's time, that of the device alone.
+                    results[tier][-1][f"{row}_share"] = 2**30 / 1e9 / device[bare] / results[tier][-1][row]
                 print(f"round {number + 1}, {tier}: {json.dumps(results[tier][-1])}", file=sys.stderr, flush=True)
             pair = [results[tier][-1].pop("answers") for tier in TIERS]
             if pair[0] != pair[1]:
@@ -310,6 +340,9 @@ def main() -> None:
         ratios = [other / own for own, other in zip(ours, theirs, strict=True)]
         figures = f"{statistics.median(ours):.3g} | {statistics.median(theirs):.3g}"
         print(f"| {name} | {figures} | {statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f}) |")
+    for row in DEVICE:
+        shares = [statistics.median(one[f"{row}_share"] for one in results[tier]) for tier in TIERS]
+        print(f"| share of the device: {ROWS[row]} | {shares[0]:.2f} | {shares[1]:.2f} | |")
     for tier in TIERS:
         last = results[tier][-1]
         print(
