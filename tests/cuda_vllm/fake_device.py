@@ -141,6 +141,15 @@ def computing() -> Iterator[None]:
     del moving
 
 
+def launched(function: Callable[..., None], name: str) -> Callable[..., None]:
+    """``function``, which writes its results, as a kernel: on the fake one piece of work on the current stream."""
+    if not fake_cuda.is_loaded():
+        return function
+    from compute import queued_function
+
+    return queued_function(function, name)
+
+
 def _after_streams(empty_cache: Callable[[], None]) -> Callable[[], None]:
     """``empty_cache`` when all streams have ended their work. It keeps Python's lock while the driver frees memory and
     waits for the streams, and the work of these streams needs that lock."""

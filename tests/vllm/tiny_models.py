@@ -111,11 +111,11 @@ def make_eagle(directory: Path, shape: Shape | None = None) -> Path:
     return _once(directory, write)
 
 
-def make_mtp(directory: Path) -> Path:
+def make_mtp(directory: Path, shape: Shape | None = None) -> Path:
     """An MTP draft of one layer, as MiMo has it, for a Llama model. Hardly any of its drafts is right."""
 
     def write() -> None:
-        s = Shape(layers=1)
+        s = shape or Shape(layers=1)
         layer = "model.mtp_layers.0"
         tensors = {name.replace("model.layers.0", layer): one for name, one in _llama_weights(s).items()}
         del tensors["model.norm.weight"]
@@ -165,6 +165,37 @@ def make_qwen3_next(directory: Path, shape: Shape | None = None) -> Path:
                 weight.copy_(_qwen3_next_weight(name, weight))
         model.to(torch.bfloat16).save_pretrained(directory)
         (directory / "config.json").write_text(json.dumps(config))
+
+    return _once(directory, write)
+
+
+def make_deepseek(directory: Path) -> Path:
+    """A DeepSeek-like model without experts: latent attention (MLA)."""
+
+    def write() -> None:
+        s = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=4, head_dim=96)
+        rank, rope, nope, values = 256, 64, 32, 32
+        config = _llama_config(s, "DeepseekV2ForCausalLM", "deepseek_v2") | {
+            "head_dim": rope,
+            "q_lora_rank": None,
+            "kv_lora_rank": rank,
+            "qk_rope_head_dim": rope,
+            "qk_nope_head_dim": nope,
+            "v_head_dim": values,
+            "first_k_dense_replace": s.layers,
+        }
+        tensors = _llama_weights(s)
+        sizes = {
+            "kv_a_proj_with_mqa": (rank + rope, s.hidden),
+            "kv_b_proj": (s.heads * (nope + values), rank),
+            "o_proj": (s.hidden, s.heads * values),
+        }
+        for prefix in (f"model.layers.{layer}.self_attn" for layer in range(s.layers)):
+            del tensors[f"{prefix}.k_proj.weight"], tensors[f"{prefix}.v_proj.weight"]
+            tensors[f"{prefix}.kv_a_layernorm.weight"] = torch.ones(rank)
+            for name, (rows, columns) in sizes.items():
+                tensors[f"{prefix}.{name}.weight"] = torch.randn(rows, columns) * 2.0 / math.sqrt(columns)
+        _write(directory, config, tensors)
 
     return _once(directory, write)
 
@@ -281,6 +312,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "llama": make_llama,
     "gemma2": make_gemma2,
     "llama4": make_llama4,
+    "deepseek": make_deepseek,
     "phi3": make_phi3,
     "llama_windows": make_llama_windows,
     "eagle": make_eagle,

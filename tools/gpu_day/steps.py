@@ -98,6 +98,12 @@ STEPS = (
         lambda day: _tests(day, f"{ENGINES}/test_sleep.py", f"{ENGINES}/test_models.py"),
         shows_bytes=True,
     ),
+    Step(
+        "engine: MLA, EAGLE, MTP",
+        90,
+        lambda day: _tests(day, f"{ENGINES}/test_mla.py", f"{ENGINES}/test_drafts.py"),
+        shows_bytes=True,
+    ),
     Step("8B shape", 150, lambda day: _engine(day, "--json", str(day.out / "engine.json"))),
     Step("copies of 70B, a rank of 8", 40, _bench("80", "640KiB"), kernels=True),
     Step("copies of MLA", 40, _bench("61", "4392KiB"), kernels=True),
