@@ -541,6 +541,10 @@ class BlockPages:
         in the block's shard. Raises ValueError for arrays of different lengths, and for negative numbers.
         """
 
+    @property
+    def aligned(self) -> bool:
+        """Whether the pages can be copied by `StagedCopies`: they begin and end at multiples of 16 bytes."""
+
     def pieces(self, blocks: np.ndarray, offsets: np.ndarray, chunk: int | None = None) -> BlockPieces:
         """The pieces of blocks whose shards are at these offsets in the arena (int64 arrays), in order.
 
@@ -564,9 +568,10 @@ class CopyBatches:
     model needs. Here a thread waits for room without this lock and without Python's.
     """
 
-    def __new__(cls, functions: tuple[int, int, int, int], stream: int) -> CopyBatches:
-        """``functions``: addresses of the driver's ``cuMemcpyBatchAsync`` (interface of CUDA 12.8), ``cuEventCreate``,
-        ``cuEventRecord`` and ``cuEventQuery``. ``stream``: handle of a stream that is never destroyed. Raises
+    def __new__(cls, functions: Sequence[int], stream: int) -> CopyBatches:
+        """``functions``: the addresses of eight functions of the driver: ``cuMemcpyBatchAsync`` (interface of CUDA
+        12.8), ``cuEventCreate``, ``cuEventRecord``, ``cuEventQuery``, ``cuStreamWaitEvent``, ``cuModuleLoadData``,
+        ``cuModuleGetFunction`` and ``cuLaunchKernel``. ``stream``: handle of a stream that is never destroyed. Raises
         ValueError for a null address.
         """
 
@@ -575,6 +580,25 @@ class CopyBatches:
 
         One thread at a time calls it for a stream. Raises RuntimeError if the driver refuses; earlier copies are then
         queued.
+        """
+
+@final
+class StagedCopies:
+    """Copies of small pages through a staging buffer, queued without Python's lock: kernels move the pages between the
+    KV cache and shards in the buffer, and whole shards are copied.
+    """
+
+    def __new__(cls, copies: CopyBatches, kernels: int) -> StagedCopies:
+        """``copies``: those of the stream of copies. ``kernels``: handle of a stream that is never destroyed. Raises
+        RuntimeError if the driver refuses the kernel.
+        """
+
+    def queue(self, to_arena: bool, pieces: BlockPieces, staging: tuple[int, int], arena: int) -> None:
+        """Queue the copies of the blocks of ``pieces`` as `CopyBatches.queue` does. ``staging``: address and bytes of
+        the staging buffer. After another buffer, the caller waits for both streams first.
+
+        Raises ValueError for pages that are not aligned, or a buffer without room for a shard, and RuntimeError if the
+        driver refuses: then both streams may have work that the other one does not wait for.
         """
 
 @final

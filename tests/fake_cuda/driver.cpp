@@ -10,6 +10,7 @@ using namespace fake;
 EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
 
 static_assert(sizeof(CUmemcpyAttributes) == 24 && offsetof(CUmemcpyAttributes, flags) == 20, "CUDA 12.8's structure");
 
@@ -36,6 +37,27 @@ CUresult batch(CUdeviceptr* destinations, CUdeviceptr* sources, size_t* sizes, s
     }
   }
   return CUDA_SUCCESS;
+}
+
+/// The parameters of undercroft's kernel, `move_pages`.
+constexpr int TABLE = 504;
+struct Moving {
+  const uint64_t* table;
+  uint32_t pages, to_pages;
+  uint64_t shards, shard_bytes;
+};
+
+/// What each block of threads moves. The table is read now, as the driver reads parameters.
+std::vector<Move> moves_of(const Moving& all, unsigned grid) {
+  std::vector<Move> moves;
+  for (unsigned cta = 0; cta < grid; cta++) {
+    const unsigned block = cta / all.pages, page = cta % all.pages;
+    const uint64_t* entry = all.table + 4 * page;
+    auto* in_cache = reinterpret_cast<char*>(entry[0] + all.table[4 * all.pages + block] * entry[1]);
+    auto* in_shard = reinterpret_cast<char*>(all.shards + block * all.shard_bytes + entry[3]);
+    moves.push_back(all.to_pages ? Move{in_cache, in_shard, entry[2]} : Move{in_shard, in_cache, entry[2]});
+  }
+  return moves;
 }
 }  // namespace
 
@@ -85,6 +107,35 @@ EXPORT CUresult cuEventQuery(CUevent event) {
   if (refused_in_capture("cuEventQuery")) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   const auto recorded = reinterpret_cast<Event*>(event)->recorded;
   return !recorded || recorded->happened() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
+  return static_cast<CUresult>(
+      cudaStreamWaitEvent(reinterpret_cast<cudaStream_t>(stream), reinterpret_cast<cudaEvent_t>(event), flags));
+}
+EXPORT CUresult cuModuleLoadData(CUmodule* module, const void* text) {
+  if (refused_in_capture("cuModuleLoadData")) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  if (!has_context(current_device())) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!strstr(static_cast<const char*>(text), ".visible .entry move_pages(")) return CUDA_ERROR_INVALID_PTX;
+  *module = reinterpret_cast<CUmodule>(const_cast<void*>(text));
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
+  if (!module || strcmp(name, "move_pages")) return CUDA_ERROR_NOT_FOUND;
+  *function = reinterpret_cast<CUfunction>(module);
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned,
+                               unsigned, unsigned, CUstream stream, void** parameters, void**) {
+  if (!has_context(current_device()) || stream_of(stream)->device != current_device()) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!function || !x || y != 1 || z != 1 || !threads || threads > 1024) return CUDA_ERROR_INVALID_VALUE;
+  const Moving all = {static_cast<uint64_t*>(parameters[0]), *static_cast<uint32_t*>(parameters[1]),
+                      *static_cast<uint32_t*>(parameters[2]), *static_cast<uint64_t*>(parameters[3]),
+                      *static_cast<uint64_t*>(parameters[4])};
+  if (!all.pages || x % all.pages || 4 * all.pages + x / all.pages > TABLE) return CUDA_ERROR_INVALID_VALUE;
+  count(LAUNCHES);
+  note_launch("move_pages");
+  move_on_device(moves_of(all, x), 16, stream);
+  return CUDA_SUCCESS;
 }
 EXPORT CUresult cuGetErrorString(CUresult, const char** text) { *text = "an error of the fake"; return CUDA_SUCCESS; }
 EXPORT CUresult cuMemcpyAsync(CUdeviceptr destination, CUdeviceptr source, size_t size, CUstream stream) {

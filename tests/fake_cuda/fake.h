@@ -114,4 +114,14 @@ cudaMemoryType type_of(const void* pointer);
 /// Queues a copy under the driver's rules. `early`: reads the source now, not in the stream's order.
 cudaError_t copy(void* destination, const void* source, size_t size, void* stream, bool early = false);
 
+/// Bytes that a kernel moves between two places of device memory.
+struct Move {
+  char *destination, *source;
+  size_t size;
+};
+/// Queues a kernel that moves bytes, `unit` of them at a time.
+void move_on_device(std::vector<Move> moves, size_t unit, void* stream);
+/// Notes the name of a kernel that was launched.
+void note_launch(const std::string& name);
+
 }  // namespace fake

@@ -174,6 +174,24 @@ cudaError_t copy(void* destination, const void* source, size_t size, void* handl
   return cudaSuccess;
 }
 
+void move_on_device(std::vector<Move> moves, size_t unit, void* stream) {
+  const auto is_wrong = [unit](const Move& one) {
+    const auto ends = {reinterpret_cast<uintptr_t>(one.destination), reinterpret_cast<uintptr_t>(one.source)};
+    std::lock_guard<std::mutex> held(mutex);
+    for (auto end : ends)
+      if (end % unit || one.size % unit || !holds(on_device, end, one.size)) return true;
+    return false;
+  };
+  stream_of(stream)->push([=] {
+    for (auto& one : moves) {
+      if (is_wrong(one))
+        return violation("a kernel that moves %zu bytes from %p to %p: outside of device memory, or not aligned",
+                         one.size, one.source, one.destination);
+      if (speed >= 0) memcpy(one.destination, one.source, one.size);
+    }
+  });
+}
+
 }  // namespace fake
 
 /// Takes away the memory behind an allocation that `pointer` lies in, which keeps its addresses; or brings it back, empty.

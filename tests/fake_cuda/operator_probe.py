@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from fake_cuda import Fake
-from undercroft._core import Arena
-from undercroft.device.cuda import side_by_side
+from undercroft._core import Arena, BlockPages
 from undercroft.device.memcpy import MAX_COPIES, VllmCopy
 
 COPIES, SIZE = 5000, 256
+
+
+def side_by_side(address: int, size: int) -> BlockPages:
+    """Blocks of ``size`` bytes, one after the other from ``address`` on."""
+    return BlockPages(*(np.array([value], dtype=np.int64) for value in (address, size, size, 0)))
 
 
 def main(library: str) -> None:

@@ -22,7 +22,7 @@ from undercroft.device.layout import GroupCopy
 from undercroft.device.synthetic import synthetic_cache
 
 ARENA = 4 << 20
-PAGE = 5000
+PAGE = 4992
 LAYERS = 4
 BLOCKS = 16
 SLOT = 20480
@@ -47,13 +47,12 @@ def test_the_arena_is_pinned_and_unpinned_beside_a_capture(device: torch.device,
 
 
 def test_copies_are_queued_beside_a_capture(device: torch.device, work: Callable[[], object]) -> None:
-    """Buffers are made, and the lane's thread waits for its stream."""
+    """The staging buffer is made, and the kernel is loaded."""
     arena = Arena.create(ARENA)
     cache = synthetic_cache(PAGE, BLOCKS + 1, LAYERS, "LBHNC", device)
     for number, pages in enumerate(cache.pages, 1):
         pages.copy_(torch.full_like(pages, number, device="cpu"))
-    # Room for the row numbers of one job: the next one waits until they have been read.
-    lanes = Lanes.make(CudaStreams(device), row_numbers=BLOCKS * LAYERS)
+    lanes = Lanes.make(CudaStreams(device))
     copier = CudaCopier(cache.layout, arena, 0, lanes, None, strategy="gather")
     released = threading.Event()
     lanes.save.thread.submit(released.wait)

@@ -42,10 +42,19 @@ def chunks_of(model: Model, blocks: int, gathered: bool) -> int:
     return -(-blocks // (STAGING_BYTES // (1 + gathered) // (model.page * model.layers)))
 
 
+def launches(model: Model, blocks: int) -> int:
+    """Kernels that move the pages of so many blocks. The table of each has room for 96 pages and 120 blocks, or for more
+    blocks and fewer pages."""
+    half = STAGING_BYTES // 2 // (model.page * model.layers)
+    chunks = [min(half, blocks - begin) for begin in range(0, blocks, half)]
+    groups = [min(96, model.layers - begin) for begin in range(0, model.layers, 96)]
+    return sum(-(-chunk // (504 - 4 * pages)) for chunk in chunks for pages in groups)
+
+
 @pytest.mark.usefixtures("moves_nothing")
 @pytest.mark.parametrize("direction", ["load", "save"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_prompt_of_128k_tokens_costs_one_call_or_one_batch_and_one_kernel_for_each_chunk_of_small_pages(
+def test_a_prompt_of_128k_tokens_costs_one_batch_or_one_and_a_few_kernels_for_each_chunk_of_small_pages(
     fake: Fake, device: torch.device, name: str, direction: str
 ) -> None:
     model = MODELS[name]
@@ -63,27 +72,11 @@ def test_a_prompt_of_128k_tokens_costs_one_call_or_one_batch_and_one_kernel_for_
     spent = {key: now - before[key] for key, now in fake.counts().items() if now != before[key]}
     pieces = blocks if gathered or model.layout == "BLHNC" else blocks * model.layers
     assert spent["descriptors"] <= pieces + chunks * len(range(0, rank.arena.size, chunk_bytes(rank.arena.size)))
-    # With gathered pages: one upload of row numbers, one kernel for each chunk, and events between the two streams: two
-    # for each chunk, and one at the end of a load, whose kernels come last.
+    # With gathered pages: kernels, and events between the two streams: two for each chunk, and one at the end of a load,
+    # whose kernels come last.
     check_cut(spent, chunks if gathered else 1, 2 + gathered * (2 * chunks + (direction == "load")))
     others = {key: value for key, value in spent.items() if key not in ("descriptors", "batches", "events_recorded")}
-    assert others == ({"launches": chunks, "single_copies": 1} if gathered else {})
-    rank.worker.shutdown()
-
-
-@pytest.mark.usefixtures("moves_nothing")
-def test_pages_are_moved_sixteen_bytes_at_a_time(fake: Fake, device: torch.device) -> None:
-    rank = Rank(SMALL_PAGES["1B"], device, 64)
-    rank.warm_up()
-    fake.kernels()
-    rank.step(saves=rank.jobs(1, 32))
-    rank.finish()
-    (gather,) = fake.kernels()
-    assert "vectorized_gather_kernelILi16E" in gather
-    rank.step(loads=rank.jobs(1, 32))
-    rank.finish()
-    (scatter,) = fake.kernels()
-    assert "index_copy" in scatter and "OpaqueTypeILi16E" in scatter
+    assert others == ({"launches": launches(model, blocks)} if gathered else {})
     rank.worker.shutdown()
 
 
@@ -101,8 +94,8 @@ def test_a_step_of_many_requests_is_one_job(fake: Fake, device: torch.device, na
     spent = {key: now - before[key] for key, now in fake.counts().items()}
     gathered = name in SMALL_PAGES
     chunks = chunks_of(rank.model, 16, gathered)
-    assert spent["launches"] == chunks * gathered
-    assert spent["single_copies"] == int(gathered)
+    assert spent["launches"] == launches(rank.model, 16) * gathered
+    assert spent["single_copies"] == 0
     # One event for the step, one at the end of each chunk, and those between the two streams.
     between = (2 + (direction == "load")) * chunks * gathered
     check_cut(spent, chunks, 1 + chunks + between)
@@ -126,7 +119,7 @@ def test_one_request_that_cannot_be_copied_fails_alone(device: torch.device) -> 
 def test_a_small_load_does_not_wait_for_the_large_one_behind_it(fake: Fake, device: torch.device) -> None:
     rank = Rank(SMALL_PAGES["1B"], device, 300)
     rank.warm_up()
-    (small,), (large,) = rank.jobs(1, 1), rank.jobs(1, 200)
+    (small,), (large,) = rank.jobs(1, 1), rank.jobs(1, 299)
     fake.copies_at(1e9)
     rank.step(loads=[small, large])
     while small.request_id not in rank.loaded:

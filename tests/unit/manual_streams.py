@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from undercroft._core import BlockPieces
+from manual_driver import ManualDriver
+from undercroft._core import BlockPieces, CopyBatches, StagedCopies
 from undercroft.device.memcpy import ends
 
 
@@ -39,6 +40,7 @@ class ManualStreams:
         self.model = Queue("model")
         self.queues = [self.model]
         self.now = 0
+        self.driver = ManualDriver(self)
         self.fault_rate = 0.0
         """How often queueing a batch of copies fails, half of it queued."""
 
@@ -84,8 +86,15 @@ class ManualStreams:
         stream.work.append(inferring)
 
     def copy(self, stream: Queue, pieces: BlockPieces, arena: int, *, to_arena: bool) -> None:
+        self.copies(stream, list(zip(*(array.tolist() for array in ends(pieces, arena, to_arena=to_arena)), strict=True)))
+
+    def staged(self, stream: Queue, kernels: Queue) -> StagedCopies | None:
+        batches = CopyBatches(self.driver.addresses, self.driver.handle(stream))
+        return StagedCopies(batches, self.driver.handle(kernels))
+
+    def copies(self, stream: Queue, copies: list[tuple[int, int, int]]) -> None:
+        """Queue copies: destination, source and bytes of each."""
         fault = self.random.random() < self.fault_rate
-        copies = list(zip(*(array.tolist() for array in ends(pieces, arena, to_arena=to_arena)), strict=True))
         for destination, source, size in copies[: len(copies) // 2] if fault else copies:
             half = size // 2
             stream.work.append(lambda d=destination, s=source, n=half: ctypes.memmove(d, s, n))
@@ -93,10 +102,16 @@ class ManualStreams:
         if fault:
             raise RuntimeError("injected: the driver refuses")
 
-    def buffer(self, stream: Queue, size: int) -> torch.Tensor:
-        return torch.full((size,), 0xEE, dtype=torch.uint8)
+    def kernel(self, stream: Queue, moves: list[tuple[int, int, int]]) -> None:
+        """Queue a kernel that moves bytes: destination, source and bytes of each run."""
 
-    def pinned(self, size: int) -> torch.Tensor:
+        def move() -> None:
+            for one in moves:
+                ctypes.memmove(*one)
+
+        stream.work.append(move)
+
+    def buffer(self, stream: Queue, size: int) -> torch.Tensor:
         return torch.full((size,), 0xEE, dtype=torch.uint8)
 
     def step(self) -> bool:

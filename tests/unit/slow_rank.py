@@ -23,7 +23,7 @@ class SlowRank(Rank):
         super().__init__(host)
         self.streams = ManualStreams(0)
         self.threads: defaultdict[str, RefusingExecutor] = defaultdict(RefusingExecutor)
-        self.free = [Lanes.make(self.streams, row_numbers=1000, thread=lambda name: self.threads[name])]
+        self.free = [Lanes.make(self.streams, thread=lambda name: self.threads[name])]
         monkeypatch.setattr(worker, "make_copier", self._copier)
         self.worker.register_kv_caches(self.caches)
 

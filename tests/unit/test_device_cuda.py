@@ -16,10 +16,10 @@ import torch
 
 from copy_workload import Workload
 from manual_streams import AtOnceExecutor, Event, LaterExecutor, ManualStreams, Queue, RefusingExecutor
-from undercroft._core import Arena, BlockPieces
+from undercroft._core import Arena, StagedCopies
 from undercroft.device.api import Ended, Job
 from undercroft.device.cuda import STRATEGIES, CudaCopier, runs
-from undercroft.device.lane import Lane, Lanes
+from undercroft.device.lane import Lanes
 from undercroft.device.layout import SUPPORTED_LAYOUTS, DeviceLayout, GroupCopy, GroupLayout
 from undercroft.device.synthetic import SyntheticCache, synthetic_cache
 from undercroft.log import logger
@@ -39,16 +39,15 @@ class Pinned:
 def make(
     streams: ManualStreams,
     layout: str = "LBHNC",
-    page: int = 1000,
+    page: int = 1008,
     pinner: Pinned | None = None,
     thread: Callable[[str], Any] = lambda name: AtOnceExecutor(),
-    row_numbers: int = 1000,
     shards: int = 5,
     **settings: Any,
 ) -> tuple[CudaCopier, SyntheticCache, Arena]:
     cache = synthetic_cache(page, 7, LAYERS, layout)
     arena = Arena.create(ARENA)
-    lanes = Lanes.make(streams, shards * page * LAYERS, row_numbers, thread)
+    lanes = Lanes.make(streams, shards * page * LAYERS, thread)
     return CudaCopier(cache.layout, arena, 0, lanes, pinner, **settings), cache, arena
 
 
@@ -91,7 +90,7 @@ def test_bytes_are_right_in_any_order(layout: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("page", [64, 1002, 1001])
-def test_pages_that_are_no_multiple_of_eight_bytes(page: int) -> None:
+def test_pages_that_are_no_multiple_of_sixteen_bytes(page: int) -> None:
     for strategy in STRATEGIES:
         work(ManualStreams(1), 1, page=page, strategy=strategy)
 
@@ -126,20 +125,31 @@ def test_without_memory_for_staging_pages_are_copied_one_by_one() -> None:
     assert streams.asked == 2, "once for each direction"
 
 
-class NoPinnedMemory(ManualStreams):
+class NoKernel(ManualStreams):
     asked = 0
 
-    def pinned(self, size: int) -> torch.Tensor:
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.driver.kernel_error = 218
+
+    def staged(self, stream: Queue, kernels: Queue) -> StagedCopies | None:
         self.asked += 1
-        raise RuntimeError("CUDA error: out of memory")
+        return super().staged(stream, kernels)
 
 
-def test_without_pinned_memory_for_row_numbers_pages_are_copied_one_by_one() -> None:
-    streams = NoPinnedMemory(0)
-    ended = work(streams, 0, strategy="gather").ended
+class NoStaged(NoKernel):
+    def staged(self, stream: Queue, kernels: Queue) -> StagedCopies | None:
+        self.asked += 1
+        return None
+
+
+@pytest.mark.parametrize("streams", [NoKernel, NoStaged])
+def test_without_the_kernel_pages_are_copied_one_by_one(streams: type[NoKernel]) -> None:
+    one = streams(0)
+    ended = work(one, 0, strategy="gather").ended
     assert ended["failed"] == 0
     assert min(ended["saved"], ended["loaded"]) > 0
-    assert streams.asked == 2, "once for each direction"
+    assert one.asked == 2, "once for each direction"
 
 
 class WithoutWaits(ManualStreams):
@@ -209,14 +219,22 @@ def test_a_kernel_that_does_not_wait_is_found(broken: type[ManualStreams]) -> No
             work(broken(seed), seed, strategy="gather")
 
 
+class HalvesAreNotWaitedFor(ManualStreams):
+    """Waits for the events that say that a half of the staging buffer is free are missing."""
+
+    def wait(self, stream: Queue, event: Event) -> None:
+        free = self.driver.events[2:4]
+        if event not in free:
+            super().wait(stream, event)
+
+
 @pytest.mark.parametrize("shards", [1, 5], ids=["one shard fills the buffer", "halves"])
-def test_a_half_that_is_written_too_early_is_found(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_that_is_written_too_early_is_found(shards: int) -> None:
     for seed in SEEDS:
         work(ManualStreams(seed), seed, strategy="gather", shards=shards)
-    monkeypatch.setattr(Lane, "_wait_for", lambda *_: None)
     with pytest.raises(AssertionError, match="wrong bytes"):
         for seed in SEEDS:
-            work(ManualStreams(seed), seed, strategy="gather", shards=shards)
+            work(HalvesAreNotWaitedFor(seed), seed, strategy="gather", shards=shards)
 
 
 def copy_of(blocks: list[int], slots: list[int], group: int = 0) -> GroupCopy:
@@ -226,8 +244,8 @@ def copy_of(blocks: list[int], slots: list[int], group: int = 0) -> GroupCopy:
 def test_nothing_waits_and_nothing_ends_before_the_device_says_so() -> None:
     streams = ManualStreams(0)
     copier, *_ = make(streams)
-    assert copier.submit(True, [Job(1, [copy_of([1], [0])])]) == [3000]
-    assert copier.submit(True, [Job(2, [copy_of([2], [4096])])]) == [3000]
+    assert copier.submit(True, [Job(1, [copy_of([1], [0])])]) == [3024]
+    assert copier.submit(True, [Job(2, [copy_of([2], [4096])])]) == [3024]
     assert copier.submit(True, [Job(3, [])]) == [0]
     assert copier.poll() == []
     polled = []
@@ -244,7 +262,7 @@ def test_nothing_waits_and_nothing_ends_before_the_device_says_so() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (copy_of([2], [ARENA - 2999]), "a shard of 3000 bytes at 62537 lies outside the arena of 65536 bytes"),
+        (copy_of([2], [ARENA - 3023]), "a shard of 3024 bytes at 62513 lies outside the arena of 65536 bytes"),
         (copy_of([2], [-1]), "at -1 lies outside"),
         (copy_of([0], [0]), "device block 0"),
         (copy_of([7], [0]), "device block 7"),
@@ -264,7 +282,7 @@ def test_what_cannot_be_copied_queues_nothing(bad: GroupCopy, message: str) -> N
 
 def test_jobs_on_memory_that_is_not_pinned_yet_go_a_way_of_their_own() -> None:
     streams = ManualStreams(0)
-    pinner = Pinned(4096 + 3000)
+    pinner = Pinned(4096 + 3024)
     threads: dict[str, LaterExecutor] = defaultdict(LaterExecutor)
     copier, *_ = make(streams, pinner=pinner, thread=lambda name: threads[name])
 
@@ -352,9 +370,9 @@ def test_a_job_that_the_thread_refuses_never_runs(to_arena: bool) -> None:
     whole[:] = 77
     one = threads["undercroft-save" if to_arena else "undercroft-load"]
     one.refuses = True
-    assert copier.submit(to_arena, [Job(1, [copy_of([1], [0])]), Job(2, [copy_of([2], [4096])])]) == [3000, 3000]
+    assert copier.submit(to_arena, [Job(1, [copy_of([1], [0])]), Job(2, [copy_of([2], [4096])])]) == [3024, 3024]
     one.refuses = False
-    assert copier.submit(to_arena, [Job(3, [copy_of([3], [8192])])]) == [3000]
+    assert copier.submit(to_arena, [Job(3, [copy_of([3], [8192])])]) == [3024]
     copier.drain()
     assert [(ended.ticket, ended.ok) for ended in copier.poll()] == [(1, False), (2, False), (3, True)]
     if to_arena:
@@ -433,7 +451,7 @@ def test_each_kind_of_error_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> N
     logged: list[str] = []
     monkeypatch.setattr(logger, "log", lambda level, message, *args, **more: logged.append(message % args))
     streams = ManualStreams(0)
-    copier, *_ = make(streams)
+    copier, *_ = make(streams, strategy="direct")
     for ticket, error in enumerate(["copies: error 1 at 3", "copies: error 1 at 40", "copies: no memory"]):
 
         def refuse(*_: Any, error: str = error, **direction: bool) -> None:
@@ -452,9 +470,9 @@ def test_many_pages_make_few_copies() -> None:
             super().__init__(0)
             self.batches: list[list[int]] = []
 
-        def copy(self, stream: Queue, pieces: BlockPieces, arena: int, *, to_arena: bool) -> None:
-            self.batches.append([size for _, _, size in pieces.list()])
-            super().copy(stream, pieces, arena, to_arena=to_arena)
+        def copies(self, stream: Queue, copies: list[tuple[int, int, int]]) -> None:
+            self.batches.append([size for _, _, size in copies])
+            super().copies(stream, copies)
 
     for layout, slots, expected in [
         ("LBHNC", [0, 8192], [[3072, 3072]]),
@@ -498,7 +516,7 @@ def test_layers_whose_pages_lie_at_other_distances_from_block_to_block(strategy:
     sizes, places = np.full(2, page), np.array([0, page])
     group = GroupLayout(0, blocks, addresses, strides, sizes, places, 2 * page)
     layout, arena, streams = DeviceLayout(memory.device, {0: group}, (memory,)), Arena.create(ARENA), ManualStreams(0)
-    lanes = Lanes.make(streams, 8 * page, 100, lambda name: AtOnceExecutor())
+    lanes = Lanes.make(streams, 8 * page, lambda name: AtOnceExecutor())
     copier = CudaCopier(layout, arena, 0, lanes, None, strategy=strategy)
     ids, slots = np.array([1, 4, 2]), np.array([0, 4096, 8192])
     copier.submit(True, [Job(1, [GroupCopy(0, ids, slots)])])
@@ -514,12 +532,12 @@ def test_layers_whose_pages_lie_at_other_distances_from_block_to_block(strategy:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_rank_has_the_shard_behind_those_of_the_ranks_before_it(strategy: str) -> None:
-    cache, arena, streams = synthetic_cache(1000, 7, LAYERS, "LBHNC"), Arena.create(ARENA), ManualStreams(0)
-    shard = 1000 * LAYERS
+    cache, arena, streams = synthetic_cache(1008, 7, LAYERS, "LBHNC"), Arena.create(ARENA), ManualStreams(0)
+    shard = 1008 * LAYERS
     for rank in range(3):
         for page in cache.pages:
             page[2] = rank + 1
-        lanes = Lanes.make(streams, 5 * shard, 1000, lambda name: AtOnceExecutor())
+        lanes = Lanes.make(streams, 5 * shard, lambda name: AtOnceExecutor())
         copier = CudaCopier(cache.layout, arena, rank, lanes, None, strategy=strategy)
         copier.submit(True, [Job(rank, [copy_of([2], [0])])])
         streams.settle()
@@ -529,11 +547,11 @@ def test_each_rank_has_the_shard_behind_those_of_the_ranks_before_it(strategy: s
 @pytest.mark.parametrize("to_arena", [True, False], ids=["save", "load"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_job_ends_after_the_blocks_of_its_last_group(strategy: str, to_arena: bool) -> None:
-    caches = [synthetic_cache(1000, 7, LAYERS, "LBHNC") for _ in range(2)]
+    caches = [synthetic_cache(1008, 7, LAYERS, "LBHNC") for _ in range(2)]
     groups = {at: dataclasses.replace(cache.layout.groups[0], group=at) for at, cache in enumerate(caches)}
     tensors = tuple(tensor for cache in caches for tensor in cache.layout.tensors)
     layout, arena, streams = DeviceLayout(torch.device("cpu"), groups, tensors), Arena.create(ARENA), ManualStreams(0)
-    lanes = Lanes.make(streams, 5 * 1000 * LAYERS, 1000, lambda name: AtOnceExecutor())
+    lanes = Lanes.make(streams, 5 * 1008 * LAYERS, lambda name: AtOnceExecutor())
     copier = CudaCopier(layout, arena, 0, lanes, None, strategy=strategy)
     both = [copy_of([1, 2], [0, 4096]), copy_of([1, 2, 3], [8192, 12288, 16384], group=1)]
     copier.submit(to_arena, [Job(1, both), Job(2, [copy_of([3], [20480])])])

@@ -12,7 +12,6 @@ import torch
 
 from undercroft._core import BlockPages
 from undercroft.device import memcpy
-from undercroft.device.cuda import side_by_side
 from undercroft.device.memcpy import BatchedCopy, DriverBatch, DriverLoop, VllmCopy, batched_copy, driver_copy
 
 STREAM = 0x5EAD
@@ -28,6 +27,11 @@ Batch = ctypes.CFUNCTYPE(
 Create = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
 Record = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
 Query = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_void_p)
+
+
+def side_by_side(address: int, size: int) -> BlockPages:
+    """Blocks of ``size`` bytes, one after the other from ``address`` on."""
+    return BlockPages(*(np.array([value], dtype=np.int64) for value in (address, size, size, 0)))
 
 
 class Function:
@@ -88,6 +92,8 @@ class Driver:
 
         functions = {"cuMemcpyBatchAsync": batch, "cuEventCreate": create, "cuEventRecord": record}
         functions["cuEventQuery"] = query
+        # Nobody calls them here.
+        functions |= dict.fromkeys(("cuStreamWaitEvent", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"), query)
 
         def find(name: bytes, address: int, asked: int, flags: int, status: int) -> int:
             assert flags == 0

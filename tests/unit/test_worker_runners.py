@@ -36,7 +36,7 @@ class Runner:
         self.config = plan(layout, [group("full", 3, full())])
         self.caches = allocate(self.config)
 
-        lanes = Lanes.make(self.streams, row_numbers=1000, thread=lambda name: AtOnceExecutor())
+        lanes = Lanes.make(self.streams, thread=lambda name: AtOnceExecutor())
 
         def copier(device: Any, arena: Arena, rank: int, pinner: None, gather_below: int) -> CudaCopier:
             return CudaCopier(device, arena, rank, lanes, pinner)

@@ -1,28 +1,23 @@
 """Copies between a CUDA device and the arena, in the background of the model's own work.
 
-The model runner's thread records one event and passes the jobs of a step to a lane's thread, which queues all copies.
-Large pages are copied directly between pages and slots, those of a whole job in one call. For each chunk of small
-pages it queues one kernel that gathers or scatters the pages, and one batch of copies of whole shards, which run while
-the kernel of the next chunk runs. Jobs on memory that is not pinned have a lane of their own, since the driver blocks
-the thread that queues such copies.
+The model runner's thread records one event and passes the jobs of a step to a lane's thread, which queues all copies,
+those of a large job in one call. Large pages are copied directly between pages and slots. Small pages are gathered and
+scattered by kernels, a chunk at a time, and whole shards are copied while the kernels of the next chunk run. Jobs on
+memory that is not pinned have a lane of their own, since the driver blocks the thread that queues such copies.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import cycle
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 
-from undercroft._core import Arena, BlockPages
+from undercroft._core import Arena
 from undercroft.device.api import GATHER_BELOW, Ended, Job
 from undercroft.device.copy_stream import CopyStream
-from undercroft.device.gather import Gather
-from undercroft.device.lane import Half, Lane, Lanes
+from undercroft.device.lane import Lane, Lanes
 from undercroft.device.layout import DeviceLayout, GroupCopy, GroupLayout, check_blocks
 from undercroft.device.pinning import chunk_bytes
 
@@ -80,11 +75,14 @@ class CudaCopier:
         self._pinner = pinner
         self._pin_chunk = pin_chunk or chunk_bytes(arena.size)
         below = {lanes.save: gather_below, lanes.load: gather_below, lanes.unpinned: UNPINNED_GATHER_BELOW}
+        self._pages = {index: group.pages() for index, group in layout.groups.items()}
         self._gathers = {
-            lane: {index: _gather(group, layout, strategy, border) for index, group in layout.groups.items()}
+            lane: {
+                index: self._pages[index].aligned and _gathers(group, strategy, border)
+                for index, group in layout.groups.items()
+            }
             for lane, border in below.items()
         }
-        self._pages = {index: group.pages() for index, group in layout.groups.items()}
         self._pinned = {True: CopyStream(lanes.save), False: CopyStream(lanes.load)}
         self._unpinned = CopyStream(lanes.unpinned)
         self._on_close = on_close
@@ -179,51 +177,14 @@ class CudaCopier:
 
     def _queue(self, lane: Lane, to_arena: bool, blocks: Sequence[_Blocks]) -> Iterator[int]:
         for some in blocks:
-            last = some is blocks[-1]
-            for queued in self._chunks(lane, to_arena, some):
-                if last:
-                    yield bisect_right(some.ends, queued)
-
-    def _chunks(self, lane: Lane, to_arena: bool, blocks: _Blocks) -> Iterator[int]:
-        """Queue the blocks of a group. Yields the number of queued blocks after each chunk."""
-        gather = self._gathers[lane][blocks.layout.group]
-        staging = None
-        if gather is not None and gather.rows_per_block <= lane.row_numbers:
-            staging = lane.staging(blocks.layout.shard_bytes)
-        if gather is None or staging is None:
-            yield from self._direct(lane, to_arena, blocks)
-        else:
-            yield from self._staged(lane, to_arena, blocks, gather, staging)
-
-    def _direct(self, lane: Lane, to_arena: bool, blocks: _Blocks) -> Iterator[int]:
-        pages = self._pages[blocks.layout.group]
-        for begin, end in runs(blocks.ends, max(1, lane.staging_bytes // blocks.layout.shard_bytes)):
-            self._copy(lane, to_arena, pages, blocks.block_ids[begin:end], blocks.offsets[begin:end])
-            yield end
-
-    def _staged(
-        self, lane: Lane, to_arena: bool, blocks: _Blocks, gather: Gather, staging: list[Half]
-    ) -> Iterator[int]:
-        shard, width = blocks.layout.shard_bytes, gather.rows_per_block
-        most = len(staging[0].shards)
-        halves = cycle([(half, side_by_side(half.shards.data_ptr(), shard)) for half in staging])
-        shards = np.arange(most, dtype=np.int64)
-        # The numbers of all rows are uploaded in one copy, unless the job is larger than any prompt.
-        for first in range(0, blocks.block_ids.size, lane.row_numbers // width):
-            some = blocks.block_ids[first : first + lane.row_numbers // width]
-            numbers = lane.upload(gather.rows(some))
-            for begin in range(0, some.size, most):
-                count, (half, pages) = min(most, some.size - begin), next(halves)
-                move = _moving(gather, to_arena, numbers[begin * width : (begin + count) * width], half.shards[:count])
-                offsets = blocks.offsets[first + begin : first + begin + count]
-                copy = partial(self._copy, lane, to_arena, pages, shards[:count], offsets)
-                (lane.gathers if to_arena else lane.scatters)(half, move, copy)
-                yield first + begin + count
-
-    def _copy(self, lane: Lane, to_arena: bool, pages: BlockPages, ids: np.ndarray, offsets: np.ndarray) -> None:
-        """``ids`` and ``offsets``: of blocks, int64."""
-        pieces = pages.pieces(ids, offsets, self._pin_chunk)
-        self._streams.copy(lane.handle, pieces, self._arena.address, to_arena=to_arena)
+            group, shard = some.layout.group, some.layout.shard_bytes
+            staged = self._gathers[lane][group] and lane.stages(shard)
+            for begin, end in runs(some.ends, max(1, lane.staging_bytes // shard)):
+                ids, offsets = some.block_ids[begin:end], some.offsets[begin:end]
+                pieces = self._pages[group].pieces(ids, offsets, self._pin_chunk)
+                lane.copy(to_arena, pieces, self._arena.address, staged=staged)
+                if some is blocks[-1]:
+                    yield bisect_right(some.ends, end)
 
 
 def _bytes(blocks: Sequence[_Blocks], jobs: int) -> list[int]:
@@ -262,19 +223,8 @@ def runs(ends: Sequence[int], least: int) -> Iterator[tuple[int, int]]:
         yield begin, last
 
 
-def side_by_side(address: int, size: int) -> BlockPages:
-    """Blocks of ``size`` bytes, one after the other from ``address`` on."""
-    return BlockPages(*(np.array([value], dtype=np.int64) for value in (address, size, size, 0)))
-
-
-def _moving(gather: Gather, to_arena: bool, rows: torch.Tensor, shards: torch.Tensor) -> Callable[[], None]:
-    return lambda: (gather.gather if to_arena else gather.scatter)(rows, shards)
-
-
-def _gather(group: GroupLayout, layout: DeviceLayout, strategy: str, below: int) -> Gather | None:
-    """The `Gather` of a group; None if its pages are copied directly. ``below``: border in bytes."""
-    if strategy == "direct" or group.sizes.size == 0:
-        return None
-    if strategy == "auto" and (group.sizes.size == 1 or int(group.sizes.max()) >= below):
-        return None
-    return Gather.of(group, layout.tensors)
+def _gathers(group: GroupLayout, strategy: str, below: int) -> bool:
+    """Whether the pages of a group are gathered. ``below``: border in bytes."""
+    if strategy != "auto":
+        return strategy == "gather"
+    return group.sizes.size > 1 and int(group.sizes.max()) < below

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from undercroft._core import Arena, BlockPieces
+from undercroft._core import Arena, BlockPieces, StagedCopies
 from undercroft.device import driver
 from undercroft.device.memcpy import BatchedCopy, batched_copy
 from undercroft.device.pinning import ArenaPinner, EnginePages, Turns, Unsupported
@@ -85,15 +85,15 @@ class CudaStreams:
         with torch.cuda.stream(stream):
             self._copy(pieces, arena, stream.cuda_stream, to_arena=to_arena)
 
+    def staged(self, stream: torch.cuda.Stream, kernels: torch.cuda.Stream) -> StagedCopies | None:
+        """See `Streams.staged`. Raises RuntimeError if the driver refuses the kernel."""
+        return self._copy.staged(stream.cuda_stream, kernels.cuda_stream)
+
     def buffer(self, stream: torch.cuda.Stream, size: int) -> torch.Tensor:
         """See `Streams.buffer`."""
         # Allocate on the stream itself: otherwise work on another stream may still use the memory.
         with torch.cuda.stream(stream):
             return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def pinned(self, size: int) -> torch.Tensor:
-        """See `Streams.pinned`."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def pin(device: torch.device, arena: Arena) -> ArenaPinner:

@@ -8,18 +8,28 @@ than 12.8 it drops the errors of single copies.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from undercroft._core import BlockPieces, CopyBatches
+from undercroft._core import BlockPieces, CopyBatches, StagedCopies
 from undercroft.device import driver
 
 _INTERFACE = 12080
 """Interface version (CUDA 12.8) of the driver's functions: the first with `cuMemcpyBatchAsync`."""
-_FUNCTIONS = (b"cuMemcpyBatchAsync", b"cuEventCreate", b"cuEventRecord", b"cuEventQuery")
-"""What `CopyBatches` calls."""
+_FUNCTIONS = (
+    b"cuMemcpyBatchAsync",
+    b"cuEventCreate",
+    b"cuEventRecord",
+    b"cuEventQuery",
+    b"cuStreamWaitEvent",
+    b"cuModuleLoadData",
+    b"cuModuleGetFunction",
+    b"cuLaunchKernel",
+)
+"""What `CopyBatches` and `StagedCopies` call."""
 MAX_COPIES = 4096
 """Most copies of one call of vLLM's operator. A driver has crashed on a batch of 51,828 copies."""
 
@@ -34,6 +44,9 @@ class BatchedCopy(Protocol):
 
     def __call__(self, pieces: BlockPieces, arena: int, stream: int, *, to_arena: bool) -> None:
         """``arena``: the arena's address. Raises RuntimeError if the driver refuses."""
+
+    def staged(self, stream: int, kernels: int) -> StagedCopies | None:
+        """See `Streams.staged`. Both streams are given by their handles."""
 
 
 class VllmCopy:
@@ -52,23 +65,32 @@ class VllmCopy:
             arrays = (torch.from_numpy(np.ascontiguousarray(array[part])) for array in (sources, destinations, sizes))
             self._operator(*arrays, False)
 
+    def staged(self, stream: int, kernels: int) -> None:
+        """See `BatchedCopy`: there is none."""
+
 
 class DriverBatch:
     """``cuMemcpyBatchAsync``. The core calls it without Python's lock, which the model's thread needs."""
 
     name = "cuMemcpyBatchAsync"
 
-    def __init__(self, functions: tuple[int, int, int, int]) -> None:
+    def __init__(self, functions: Sequence[int]) -> None:
         """``functions``: the addresses of `_FUNCTIONS`."""
         self._functions = functions
         self._streams: dict[int, CopyBatches] = {}
 
     def __call__(self, pieces: BlockPieces, arena: int, stream: int, *, to_arena: bool) -> None:
         """See `BatchedCopy`."""
-        batches = self._streams.get(stream)
-        if batches is None:
-            batches = self._streams[stream] = CopyBatches(self._functions, stream)
-        batches.queue(to_arena, pieces, arena)
+        self._batches(stream).queue(to_arena, pieces, arena)
+
+    def staged(self, stream: int, kernels: int) -> StagedCopies:
+        """See `BatchedCopy`."""
+        return StagedCopies(self._batches(stream), kernels)
+
+    def _batches(self, stream: int) -> CopyBatches:
+        if stream not in self._streams:
+            self._streams[stream] = CopyBatches(self._functions, stream)
+        return self._streams[stream]
 
 
 class DriverLoop:
@@ -85,6 +107,9 @@ class DriverLoop:
         for destination, source, size in zip(*(array.tolist() for array in arrays), strict=True):
             if code := self._function(destination, source, size, stream):
                 raise RuntimeError(f"cuMemcpyAsync of {size} bytes failed with error {code}")
+
+    def staged(self, stream: int, kernels: int) -> None:
+        """See `BatchedCopy`: there is none."""
 
 
 def ends(pieces: BlockPieces, arena: int, *, to_arena: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -111,9 +136,9 @@ def batched_copy() -> BatchedCopy:
 
 def driver_copy(library: Any) -> BatchedCopy:
     """The best function of the CUDA driver. ``library``: a loaded ``libcuda``."""
-    copy, create, record, query = (_entry_point(library, name) for name in _FUNCTIONS)
-    if copy and create and record and query:
-        return DriverBatch((copy, create, record, query))
+    found = [address for name in _FUNCTIONS if (address := _entry_point(library, name))]
+    if len(found) == len(_FUNCTIONS):
+        return DriverBatch(found)
     single = library.cuMemcpyAsync
     single.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     single.restype = ctypes.c_uint

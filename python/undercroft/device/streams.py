@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from undercroft._core import BlockPieces
+    from undercroft._core import BlockPieces, StagedCopies
 
 
 class Streams(Protocol):
@@ -58,8 +58,11 @@ class Streams(Protocol):
         One thread at a time calls it for a stream. It may wait until earlier copies of the stream have run.
         """
 
+    def staged(self, stream: Any, kernels: Any) -> StagedCopies | None:
+        """A queue of copies on ``stream`` that pass a staging buffer, with kernels on the stream ``kernels``.
+
+        Its copies count as those of `copy`. None if this device has no such queue.
+        """
+
     def buffer(self, stream: Any, size: int) -> torch.Tensor:
         """``size`` bytes (uint8) of device memory for the use of ``stream`` alone."""
-
-    def pinned(self, size: int) -> torch.Tensor:
-        """``size`` bytes (uint8) of pinned host memory, from which the device copies asynchronously."""

@@ -1,5 +1,5 @@
-//! `_core.BlockPages` and `_core.BlockPieces`: the bytes of blocks on a device and in the arena. `_core.CopyBatches`:
-//! copies of a CUDA device, queued without the interpreter's lock.
+//! `_core.BlockPages` and `_core.BlockPieces`: the bytes of blocks on a device and in the arena. `_core.CopyBatches` and
+//! `_core.StagedCopies`: copies of a CUDA device, queued without the interpreter's lock.
 
 #![expect(
     unsafe_code,
@@ -7,13 +7,14 @@
 )]
 
 use std::num::NonZeroU64;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use undercroft_core::copy::{
     Batches, BlockPage, BlockPages, BlockPieces, CopyPiece, Direction, DriverFunctions, Joined,
+    Refused, Staged,
 };
 
 /// The pages of the blocks of one KV cache group on one rank.
@@ -47,6 +48,12 @@ impl PyBlockPages {
         };
         let pages = BlockPages::new((0..addresses.len()).map(page));
         Ok(Self(Arc::new(pages)))
+    }
+
+    /// Whether the pages can be copied by `StagedCopies`: they begin and end at multiples of 16 bytes.
+    #[getter]
+    fn aligned(&self) -> bool {
+        self.0.aligned()
     }
 
     /// The pieces of blocks whose shards are at these offsets in the arena (int64 arrays), in order. Neighbours on
@@ -105,13 +112,13 @@ pub(crate) struct PyCopyBatches {
 #[pymethods]
 impl PyCopyBatches {
     /// `functions`: the addresses of the driver's `cuMemcpyBatchAsync` (in version 12.8 of its interface),
-    /// `cuEventCreate`, `cuEventRecord` and `cuEventQuery`. `stream`: the handle of a stream that is never destroyed.
-    /// Raises ValueError for a null address.
+    /// `cuEventCreate`, `cuEventRecord`, `cuEventQuery`, `cuStreamWaitEvent`, `cuModuleLoadData`, `cuModuleGetFunction`
+    /// and `cuLaunchKernel`. `stream`: the handle of a stream that is never destroyed. Raises ValueError for a null
+    /// address.
     #[new]
-    fn new(functions: (usize, usize, usize, usize), stream: usize) -> PyResult<Self> {
-        let (copy, create, record, query) = functions;
+    fn new(functions: [usize; 8], stream: usize) -> PyResult<Self> {
         // SAFETY: documented above; `undercroft.device.memcpy` asks the driver for them.
-        let functions = unsafe { DriverFunctions::at(copy, create, record, query) };
+        let functions = unsafe { DriverFunctions::at(functions) };
         let functions =
             functions.ok_or_else(|| PyValueError::new_err("the address of a function is null"))?;
         // SAFETY: documented above.
@@ -133,13 +140,78 @@ impl PyCopyBatches {
         let direction = direction(to_arena);
         let pieces = pieces.iter();
         py.detach(|| {
-            let mut batches = self.batches.lock().unwrap_or_else(PoisonError::into_inner);
             // SAFETY: `undercroft.device.cuda` checks the blocks and slots of the pieces, and keeps both sides until
             // the copies have ended. Its lanes' threads have selected the device.
-            unsafe { batches.queue(direction, pieces, arena) }
+            unsafe { self.lock().queue(direction, pieces, arena) }
         })
-        .map_err(|refused| PyRuntimeError::new_err(refused.to_string()))
+        .map_err(refusal)
     }
+}
+
+impl PyCopyBatches {
+    fn lock(&self) -> MutexGuard<'_, Batches> {
+        self.batches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Copies of small pages through a staging buffer, queued without the interpreter's lock.
+#[pyclass(name = "StagedCopies", module = "undercroft._core", frozen)]
+#[derive(Debug)]
+pub(crate) struct PyStagedCopies {
+    copies: Py<PyCopyBatches>,
+    staged: Mutex<Staged>,
+}
+
+#[pymethods]
+impl PyStagedCopies {
+    /// `copies`: those of the stream of copies. `kernels`: the handle of the stream of kernels, which is never
+    /// destroyed. Raises RuntimeError when the driver refuses the kernel.
+    #[new]
+    fn new(py: Python<'_>, copies: Py<PyCopyBatches>, kernels: usize) -> PyResult<Self> {
+        let functions = copies.get().lock().functions();
+        // SAFETY: documented above. The lanes' threads have selected the device.
+        let staged = py.detach(|| unsafe { Staged::new(functions, kernels) });
+        Ok(Self {
+            copies,
+            staged: Mutex::new(staged.map_err(refusal)?),
+        })
+    }
+
+    /// Queue the copies of the blocks of `pieces`, and wait while too many are in flight. `staging`: address and bytes
+    /// of the staging buffer.
+    ///
+    /// Raises ValueError for pages that are not aligned, or a buffer without room for a shard, and RuntimeError when the
+    /// driver refuses: both streams may then have work that the other one does not wait for.
+    fn queue(
+        &self,
+        py: Python<'_>,
+        to_arena: bool,
+        pieces: &PyBlockPieces,
+        staging: (u64, u64),
+        arena: u64,
+    ) -> PyResult<()> {
+        let (direction, blocks) = (direction(to_arena), pieces.0.clone());
+        let (address, len) = staging;
+        if !blocks.fits(address, len) {
+            return Err(PyValueError::new_err(format!(
+                "a staging buffer of {len} bytes for pages that are not aligned, or make a larger shard"
+            )));
+        }
+        py.detach(|| {
+            let mut copies = self.copies.get().lock();
+            let mut staged = self.staged.lock().unwrap_or_else(PoisonError::into_inner);
+            let staging = address..address + len;
+            // SAFETY: as for `CopyBatches.queue`. `undercroft.device.lane` allocates the buffer for this value alone, and
+            // waits for the device before it uses another one.
+            unsafe { staged.queue(&mut copies, direction, &blocks, staging, arena) }
+        })
+        .map_err(refusal)
+    }
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "as `map_err` calls it")]
+fn refusal(refused: Refused) -> PyErr {
+    PyRuntimeError::new_err(refused.to_string())
 }
 
 pub(crate) fn direction(to_arena: bool) -> Direction {

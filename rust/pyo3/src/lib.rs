@@ -25,7 +25,7 @@ mod _core {
     #[pymodule_export]
     use crate::arena::PyArena;
     #[pymodule_export]
-    use crate::batches::{PyBlockPages, PyBlockPieces, PyCopyBatches};
+    use crate::batches::{PyBlockPages, PyBlockPieces, PyCopyBatches, PyStagedCopies};
     #[pymodule_export]
     use crate::copier::{PyBlockPlaces, PyCopier};
     #[pymodule_export]

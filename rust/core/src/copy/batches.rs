@@ -11,10 +11,9 @@
 )]
 
 use std::collections::VecDeque;
-use std::ffi::{c_int, c_uint, c_void};
-use std::ptr::NonNull;
 use std::time::Duration;
 
+use super::functions::{Attributes, DriverFunctions, Event, Refused, Stream, called};
 use super::{CopyPiece, Direction};
 
 /// Copies of one call.
@@ -25,8 +24,6 @@ pub const IN_FLIGHT: usize = 4 * BATCH;
 const PAUSE: Duration = Duration::from_micros(20);
 /// `CUDA_ERROR_NOT_READY`: the event has not happened.
 const NOT_READY: u32 = 600;
-/// `CU_EVENT_DISABLE_TIMING`.
-const UNTIMED: c_uint = 2;
 
 /// How the copies run: each reads its source when the stream reaches it (`CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`), and
 /// beside kernels if possible (`CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE`). Sources of loads may be read in any order;
@@ -40,108 +37,12 @@ static ATTRIBUTES: Attributes = Attributes {
 /// From which copy of a batch on the attributes hold.
 static FIRST_COPY: usize = 0;
 
-type Event = *mut c_void;
-type Stream = *mut c_void;
-type CopyBatch = unsafe extern "C" fn(
-    *const u64,
-    *const u64,
-    *const usize,
-    usize,
-    *const Attributes,
-    *const usize,
-    usize,
-    *mut usize,
-    Stream,
-) -> u32;
-type CreateEvent = unsafe extern "C" fn(*mut Event, c_uint) -> u32;
-type RecordEvent = unsafe extern "C" fn(Event, Stream) -> u32;
-type QueryEvent = unsafe extern "C" fn(Event) -> u32;
-
-/// `CUmemcpyAttributes`, without a hint at the place of either side.
-#[derive(Debug)]
-#[repr(C)]
-struct Attributes {
-    order: c_uint,
-    source: [c_int; 2],
-    destination: [c_int; 2],
-    flags: c_uint,
-}
-
-/// Functions of the CUDA driver, 12.8 or newer.
-#[derive(Clone, Copy, Debug)]
-pub struct DriverFunctions {
-    copy: CopyBatch,
-    create: CreateEvent,
-    record: RecordEvent,
-    query: QueryEvent,
-}
-
-impl DriverFunctions {
-    /// From addresses. `None` if one is null.
-    ///
-    /// # Safety
-    ///
-    /// The addresses are those of `cuMemcpyBatchAsync` in version 12.8 of its interface, `cuEventCreate`,
-    /// `cuEventRecord` and `cuEventQuery`, in libraries that are never unloaded.
-    #[must_use]
-    pub unsafe fn at(copy: usize, create: usize, record: usize, query: usize) -> Option<Self> {
-        Some(Self {
-            // SAFETY: by the contract, the address of such a function. So are the following ones.
-            copy: unsafe { function(copy) }?,
-            // SAFETY: see above.
-            create: unsafe { function(create) }?,
-            // SAFETY: see above.
-            record: unsafe { function(record) }?,
-            // SAFETY: see above.
-            query: unsafe { function(query) }?,
-        })
-    }
-}
-
-/// The function at an address; `None` at 0.
-///
-/// # Safety
-///
-/// `F` is the type of a pointer to the function there.
-unsafe fn function<F: Copy>(address: usize) -> Option<F> {
-    const { assert!(size_of::<F>() == size_of::<NonNull<c_void>>()) };
-    let pointer = NonNull::new(std::ptr::with_exposed_provenance_mut::<c_void>(address))?;
-    // SAFETY: by the contract, and both have the size of a pointer.
-    Some(unsafe { std::mem::transmute_copy(&pointer) })
-}
-
-/// The driver refused a call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refused {
-    /// A batch. Earlier copies are queued.
-    #[error("cuMemcpyBatchAsync failed with error {code}{}", at(*place))]
-    Copies {
-        /// The driver's error.
-        code: u32,
-        /// The copy that failed, as far as the driver knows it.
-        place: Option<usize>,
-    },
-    /// A function of events. All copies that were given before are queued.
-    #[error("{function} failed with error {code}")]
-    Event {
-        /// Its name.
-        function: &'static str,
-        /// The driver's error.
-        code: u32,
-    },
-}
-
-fn at(place: Option<usize>) -> String {
-    place.map_or_else(String::new, |place| format!(" at copy {place}"))
-}
-
 /// The copies of one stream. Only one thread queues copies on the stream.
 #[derive(Debug)]
 pub struct Batches {
     functions: DriverFunctions,
-    stream: Stream,
-    /// Events behind batches in flight, the oldest first. The events are never destroyed: streams of copies live as
-    /// long as the process.
+    pub(super) stream: Stream,
+    /// Events behind batches in flight, the oldest first.
     marks: VecDeque<Event>,
     /// Events behind nothing.
     spare: Vec<Event>,
@@ -165,6 +66,12 @@ impl Batches {
             spare: Vec::new(),
             unmarked: 0,
         }
+    }
+
+    /// The functions that it calls.
+    #[must_use]
+    pub fn functions(&self) -> DriverFunctions {
+        self.functions
     }
 
     /// Queues copies, in their order. Waits for earlier ones while [`IN_FLIGHT`] are in flight. `arena`: the arena's
@@ -231,12 +138,10 @@ impl Batches {
         if self.unmarked >= BATCH {
             let mark = match self.spare.pop() {
                 Some(mark) => mark,
-                None => self.create()?,
+                None => self.functions.new_event()?,
             };
             // SAFETY: an event of this driver, and by the contract of `new` its stream.
-            event("cuEventRecord", unsafe {
-                (self.functions.record)(mark, self.stream)
-            })?;
+            unsafe { self.functions.record_event(mark, self.stream) }?;
             self.marks.push_back(mark);
             self.unmarked = 0;
         }
@@ -245,35 +150,23 @@ impl Batches {
             match unsafe { (self.functions.query)(self.marks[0]) } {
                 NOT_READY => std::thread::sleep(PAUSE),
                 code => {
-                    event("cuEventQuery", code)?;
+                    called("cuEventQuery", code)?;
                     self.spare.extend(self.marks.pop_front());
                 }
             }
         }
         Ok(())
     }
-
-    fn create(&self) -> Result<Event, Refused> {
-        let mut made = std::ptr::null_mut();
-        // SAFETY: the place for the event is valid for the call.
-        let code = unsafe { (self.functions.create)(&raw mut made, UNTIMED) };
-        event("cuEventCreate", code)?;
-        Ok(made)
-    }
-}
-
-fn event(function: &'static str, code: u32) -> Result<(), Refused> {
-    match code {
-        0 => Ok(()),
-        code => Err(Refused::Event { function, code }),
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::cell::RefCell;
+    use std::ffi::c_uint;
 
     use super::*;
+    use crate::copy::functions::UNTIMED;
+    use crate::copy::functions::tests::uncalled;
 
     const STREAM: usize = 0x5EAD;
     const ARENA: u64 = 1 << 40;
@@ -399,6 +292,7 @@ mod tests {
             create,
             record,
             query,
+            ..uncalled()
         };
         // SAFETY: the functions take any stream.
         unsafe { Batches::new(functions, STREAM) }
@@ -471,11 +365,5 @@ mod tests {
         device(|device| device.broken = true);
         let refused = queue(&mut batches, 2 * IN_FLIGHT, Direction::Load).unwrap_err();
         assert_eq!(refused.to_string(), "cuEventQuery failed with error 700");
-    }
-
-    #[test]
-    fn a_null_address_is_no_function() {
-        // SAFETY: nothing is called.
-        assert!(unsafe { DriverFunctions::at(1, 1, 0, 1) }.is_none());
     }
 }

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use super::CopyPiece;
+use super::staged::UNIT;
 
 /// The pages of the blocks of one KV cache group on one rank.
 #[derive(Debug)]
 pub struct BlockPages {
-    pages: Box<[BlockPage]>,
+    pub(super) pages: Box<[BlockPage]>,
 }
 
 /// One layer's page, or neighbouring ones.
@@ -31,14 +32,29 @@ impl BlockPages {
             pages: pages.into_iter().collect(),
         }
     }
+
+    /// Whether [`Staged`](super::Staged) can move the pages: they begin and end at multiples of 16 bytes.
+    #[must_use]
+    pub fn aligned(&self) -> bool {
+        let numbers = |page: &BlockPage| [page.address, page.stride, page.len, page.offset];
+        let mut all = self.pages.iter().flat_map(numbers);
+        all.all(|number| number.is_multiple_of(UNIT))
+    }
+
+    /// Bytes of a shard.
+    #[must_use]
+    pub fn shard_len(&self) -> u64 {
+        let ends = self.pages.iter().map(|page| page.offset + page.len);
+        ends.max().unwrap_or(0)
+    }
 }
 
 /// The pages of some blocks, in order, each as a piece.
 #[derive(Clone, Debug)]
 pub struct BlockPieces {
-    pages: Arc<BlockPages>,
+    pub(super) pages: Arc<BlockPages>,
     /// For each block, its number on the device, and the offset of its shard in the arena.
-    blocks: Arc<[(u64, u64)]>,
+    pub(super) blocks: Arc<[(u64, u64)]>,
     /// The next block, and its next page.
     next: (usize, usize),
 }
@@ -78,11 +94,21 @@ impl Iterator for BlockPieces {
 /// Pieces of which neighbours on both sides are one, cut at the borders of chunks.
 #[derive(Clone, Debug)]
 pub struct Joined<I> {
-    pieces: I,
+    pub(super) pieces: I,
     /// No piece lies on both sides of a multiple of this many bytes in the arena.
-    chunk: u64,
+    pub(super) chunk: u64,
     /// A piece that is not part of the pieces before it; cut from its start.
     rest: Option<CopyPiece>,
+}
+
+impl Joined<BlockPieces> {
+    /// Whether [`Staged`](super::Staged) can copy the blocks through a buffer of `staging` bytes at `address`.
+    #[must_use]
+    pub fn fits(&self, address: u64, staging: u64) -> bool {
+        let pages = &self.pieces.pages;
+        let shard = pages.shard_len();
+        pages.aligned() && address.is_multiple_of(UNIT) && (1..=staging).contains(&shard)
+    }
 }
 
 impl<I: Iterator<Item = CopyPiece>> Joined<I> {
