@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fake_device
+from engine_checks import Reference, nothing_left, stats
 from fake_cuda import Fake
-from prompts import CACHED, PROMPTS, TOKENS, cached, slow, tokens
-from real_engine import Engine
+from prompts import CACHED, MEMORY, PROMPTS, TOKENS, cached, slow, tokens
+from real_engine import Engine, prompt
 
 Make = Callable[..., Engine]
-Reference = Callable[..., list[int]]
 
 
 @pytest.fixture
-def expected(reference: Reference) -> list[list[int]]:
+def expected(reference: Callable[..., list[int]]) -> list[list[int]]:
     return [reference(ids, TOKENS) for ids in PROMPTS]
 
 
@@ -53,3 +56,32 @@ def test_blocks_come_back_from_a_server(
     second.close()
     assert server.stats()["load_failures"] == 0
     server.close()
+
+
+def test_blocks_come_from_another_hosts_remote_store(fake: Fake, engine: Make, llama: Path, tmp_path: Path) -> None:
+    """Hosts share nothing but a directory of objects, each of which has 64 blocks."""
+    long: dict[str, Any] = {"blocks": 140, "max_model_len": 1200}
+    ids = prompt(1030)
+    plain = Reference(llama, **{**fake_device.ENGINE, **long})
+    expected = plain(ids, TOKENS)
+    plain.close()
+
+    def host(name: str) -> Engine:
+        disk = {"disk_path": str(tmp_path / name), "disk_capacity": "128MiB"}
+        return engine(llama, {**MEMORY, **disk, "remote": f"file://{tmp_path}/remote", "remote_object": "1MiB"}, **long)
+
+    first = host("first")
+    slow(fake)
+    assert first.generate(ids, TOKENS).tokens == expected
+    nothing_left(first)
+    deadline = time.monotonic() + 60
+    while not stats(first)["remote_puts"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    first.close()
+    second = host("second")
+    slow(fake, seed=1)
+    hit = second.generate(ids, TOKENS)
+    assert (hit.tokens, hit.cached, stats(second)["remote_gets"]) == (expected, 1024, 1)
+    nothing_left(second)
+    assert stats(second)["load_failures"] == 0
