@@ -117,6 +117,8 @@ DEPEND_ON_VALUES = _operators(
 
 REPLACED: dict[str, Callable[..., Any]] = {}
 """Custom operators in place of the extension's kernels: functions of CPU tensors that write their results."""
+INLINE = {"_C::weak_ref_tensor"}
+"""Custom operators that launch nothing."""
 IN_PYTHON: dict[str, Callable[..., Any]] = {}
 """Custom operators written in Python, which call other operators."""
 
@@ -168,6 +170,8 @@ class Compute(TorchDispatchMode):
 
     def _custom(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.name().partition(".")[0]
+        if name in INLINE:
+            return func(*args, **kwargs)
         if (replacement := REPLACED.get(name)) is not None:
             kernels[name] = kernels.get(name, 0) + 1
             own, named = pytree.tree_map(on_cpu, (args, kwargs))

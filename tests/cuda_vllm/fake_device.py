@@ -27,11 +27,14 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # Its images of FlashInfer and DeepGEMM need a compiler for GPUs.
     "VLLM_USE_DEEP_GEMM": "0",
+    # Graphs of the pieces between attention, without a compiler.
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",
 }
 ON_GPU = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",
     # Products of float32 are otherwise rounded to fewer bits, and tokens would depend on the size of a batch.
     "TRITON_F32_DEFAULT": "ieee",
 }

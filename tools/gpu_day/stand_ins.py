@@ -1,11 +1,14 @@
 """In place of vLLM's compiled extension, which is too large for the bundle: lies there as `vllm/_C_stable_libtorch.py`.
 
-An engine with Triton's attention and PyTorch's own operators calls one function of the extension. Some more operators
+An engine with Triton's attention and PyTorch's own operators calls two functions of the extension. Some more operators
 are named when layers are made, and never called.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import types
 from typing import Any
 
 import torch
@@ -48,7 +51,15 @@ def _no(*_: Any) -> bool:
 
 operators: Any = torch.ops._C
 operators.get_cuda_view_from_cpu_tensor = _view
+# A graph in pieces then keeps the memory between its pieces for itself.
+operators.weak_ref_tensor = lambda tensor: tensor
 for name in ONLY_NAMED:
     setattr(operators, name, _refuse)
 for name in ASKED:
     setattr(operators, name, _no)
+
+# The compiler names more operators, and drafts import it for a name that nothing is compiled under.
+compiler: Any = types.ModuleType("vllm.compilation.backends")
+compiler.model_tag = "backbone"
+compiler.set_model_tag = lambda *_, **__: contextlib.nullcontext()
+sys.modules[compiler.__name__] = compiler

@@ -55,6 +55,22 @@ def test_blocks_come_back_however_steps_are_run(
     comes_back(one, expected)
 
 
+def test_blocks_come_back_with_graphs_between_attention(
+    fake: Fake, engine: Make, llama: Path, reference: Reference
+) -> None:
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+
+    expected = [reference(ids, TOKENS) for ids in PROMPTS]
+    pieces = {"custom_ops": ["none"], "mode": 0, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 256]}
+    one = engine(llama, MEMORY, enforce_eager=False, compilation_config=pieces, max_num_batched_tokens=256)
+    captures = [
+        entry.capture for graphs in BreakableCUDAGraphWrapper._all_instances for entry in graphs.entries.values()
+    ]
+    assert [(capture.num_graphs, capture.num_eager_breaks) for capture in captures] == [(3, 2), (3, 2)]
+    slow(fake)
+    comes_back(one, expected)
+
+
 def test_blocks_come_back_with_the_older_model_runner(
     fake: Fake, engine: Make, llama: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
