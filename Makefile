@@ -94,7 +94,7 @@ wheel-aarch64: | cargo  ## Build the wheel of undercroft for aarch64, manylinux_
 .PHONY: test-aarch64
 test-aarch64: | cargo  ## Rust tests of the core, the ciphers and remote directories on an emulated aarch64 (1.5 GB once, ten minutes)
 	CARGO_PROFILE_TEST_DEBUG=0 CARGO_PROFILE_DEV_DEBUG=0 $(AARCH64) \
-	  cargo nextest run -p undercroft-core -p undercroft-cipher -p undercroft-remote $(AARCH64_TARGET) -E '$(AARCH64_TESTS)'
+	  cargo nextest run -p undercroft-contract -p undercroft-io -p undercroft-engine -p undercroft-driver -p undercroft-cipher -p undercroft-remote $(AARCH64_TARGET) -E '$(AARCH64_TESTS)'
 
 .PHONY: run
 run: build  ## Real vLLM server with undercroft: cold, warm from memory, warm from disk after a restart
@@ -266,7 +266,7 @@ soak-sim: | cargo  ## Simulate lives of the engine with new seeds, from the cloc
 
 .PHONY: soak
 soak: build soak-sim  ## Simulate new lives, kill the engine's process under load CRASHES times, then a server's clients and servers for SOAK_SECONDS
-	UNDERCROFT_CRASHES=$(CRASHES) cargo test --release -p undercroft-core --test disk_tier -- crash:: --nocapture
+	UNDERCROFT_CRASHES=$(CRASHES) cargo test --release -p undercroft-driver --test disk_tier -- crash:: --nocapture
 	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -q -s tests/unit/test_serve_soak.py
 	$(SOAK_KILL)
 	EVENT_OPERATIONS=5000 $(BIN)/python -m pytest -q -s -n 0 tests/vllm/test_events.py -k random

@@ -31,7 +31,11 @@ THIN_BYTES, THIN_SPACE = 256 << 20, 40 << 20
 PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
 THIN_TEST = "space::a_device_that_runs_out_of_space_costs_blocks_and_no_byte"
 # Programs of tests, and the names of the tests that use files. The two others use files in every test.
-FILTERS = {"undercroft_core": ("disk::", "io::"), "io_conformance": (), "disk_tier": ()}
+FILTERS = {
+    "undercroft_io": ("disk::", "features::", "files::", "raw::", "ring::"),
+    "io_conformance": (),
+    "disk_tier": (),
+}
 LIMIT_S = 240
 
 
@@ -135,8 +139,14 @@ FILESYSTEMS: dict[str, Callable[[Place], None]] = {
 
 def built() -> tuple[dict[str, Path], Path]:
     """Build the tests. Returns their programs, and the directory of the files of integration tests."""
-    build = ["cargo", "test", "--no-run", "--quiet", "--package=undercroft-core", "--message-format=json"]
-    build += ["--lib", "--test=io_conformance", "--test=disk_tier"]
+    build = ["cargo", "test", "--no-run", "--quiet", "--message-format=json"]
+    build += [
+        "--package=undercroft-io",
+        "--package=undercroft-driver",
+        "--lib",
+        "--test=io_conformance",
+        "--test=disk_tier",
+    ]
     found = subprocess.run(build, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     messages = [json.loads(line) for line in found.stdout.splitlines()]
     programs = {one["target"]["name"]: Path(one["executable"]) for one in messages if one.get("executable")}
@@ -194,7 +204,7 @@ def tested(name: str, programs: dict[str, Path], place: Place) -> tuple[int, lis
 def on_each(names: list[str]) -> int:
     """Test on each filesystem, and print a line for each. Returns the exit status."""
     programs, target = built()
-    place = Place(target, ROOT / "rust/core")
+    place = Place(target, ROOT / "rust/io")
     status = 0
     for name in names:
         print(f"== {name}", flush=True)

@@ -415,10 +415,10 @@ def files_of(root: Path, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def public_methods(code: Mapping[Path, str], name: str) -> int:
-    """Public methods of a type of the core."""
+    """Public methods of a type of the engine."""
     count = 0
     for path, one in code.items():
-        for match in re.finditer(inherent(name), one) if path.parts[1] == "core" else ():
+        for match in re.finditer(inherent(name), one) if path.parts[1] == "engine" else ():
             block = block_after(one, match.end() - 1)
             count += len(re.findall(r"(?m)^    pub (?:const )?fn ", one[slice(*block)])) if block else 0
     return count

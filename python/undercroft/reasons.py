@@ -24,7 +24,7 @@ REASONS: dict[str, str] = {
     "draining": "the engine drained before maintenance, and read nothing from disk (undercroft drain)",
     "no_server": "the server did not answer in time, or is not connected",
 }
-"""Name of a reason -> its meaning. The names are those of `undercroft_core::explain::Reason`."""
+"""Name of a reason -> its meaning. The names are those of `undercroft_contract::explain::Reason`."""
 
 MISSES = tuple(name for name in REASONS if name != "complete")
 """Reasons of misses: the values of the label of the metric ``misses``."""

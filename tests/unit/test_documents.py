@@ -320,7 +320,7 @@ def test_documents_name_what_there_is(document: str, check: str) -> None:
 
 
 MISTAKES = {
-    "paths": ("see `rust/core/src/nowhere.rs`", "rust/core/src/nowhere.rs"),
+    "paths": ("see `rust/engine/src/nowhere.rs`", "rust/engine/src/nowhere.rs"),
     "links": ("see [there](docs/nowhere.md)", "docs/nowhere.md"),
     "identifiers": ("calls `Engine::no_such_verb`", "no_such_verb"),
     "options": ('```\n"kv_connector_extra_config": {"host_memmory": 1}\n```', "host_memmory"),

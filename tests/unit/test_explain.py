@@ -92,7 +92,7 @@ def test_a_request_that_is_not_known_or_no_engine_is_one_line(
 
 
 def test_every_reason_has_words_a_counter_and_a_label() -> None:
-    source = Path(__file__).parents[2] / "rust/core/src/explain.rs"
+    source = Path(__file__).parents[2] / "rust/contract/src/explain.rs"
     names = re.findall(r'Self::\w+ => "(\w+)"', source.read_text(encoding="utf-8"))
     assert names == list(reasons.REASONS)
     (metric,) = (metric for metric in METRICS if metric.name == "misses")

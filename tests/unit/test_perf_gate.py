@@ -38,19 +38,27 @@ def test_a_figure_that_was_not_measured_fails() -> None:
 
 
 def test_comments_do_not_make_code_new_and_statements_do(tmp_path: Path) -> None:
+    def of_files() -> dict[str, str]:
+        return {path: digest((tmp_path / path).read_text()) for path in gate.files(ROW, tmp_path)}
+
     code = tmp_path / "code"
     code.mkdir()
     (code / "a.rs").write_text("fn a() {}\n")
     (code / "b.py").write_text("b = 1\n")
-    before = {path: digest(tmp_path / path) for path in gate.files(ROW, tmp_path)}
+    before = of_files()
     assert list(before) == ["code/a.rs", "code/b.py"]
     (code / "a.rs").write_text("// Does nothing.\n\nfn a() {}\n")
-    now = {path: digest(tmp_path / path) for path in before}
-    assert changed(ROW, before, now, tmp_path) == 0
+    assert changed(ROW, before, of_files(), tmp_path) == 0
     (code / "b.py").write_text("b = 2\n")
     (code / "c.py").write_text("c = 1\n")
-    now = {path: digest(tmp_path / path) for path in gate.files(ROW, tmp_path)}
-    assert changed(ROW, before, now, tmp_path) == 2 / 3
+    assert changed(ROW, before, of_files(), tmp_path) == 2 / 3
+
+
+def test_a_file_that_moves_is_not_new() -> None:
+    before = "use crate::a::{\n    B,\n    C,\n};\n\npub(crate) fn b() -> crate::a::C {\n    B.c()\n}\n"
+    after = "use undercroft_a::B;\n\npub fn b() -> undercroft_a::C {\n    B.c()\n}\n"
+    assert digest(before) == digest(after)
+    assert digest(before) != digest(after.replace("B.c()", "B.d()"))
 
 
 @pytest.mark.parametrize("name", ROWS)

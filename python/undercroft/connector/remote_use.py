@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from undercroft.connector.groups import GroupRegistration
 
 RUN_MAX = 64
-"""Most hash blocks of a segment (`rust/core/src/engine/remote/spaces.rs`)."""
+"""Most hash blocks of a segment (`rust/engine/src/remote/spaces.rs`)."""
 
 
 def why_limited(groups: Sequence[GroupRegistration], hash_block_tokens: int, dropped_tokens: int) -> str | None:

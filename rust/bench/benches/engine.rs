@@ -4,11 +4,11 @@
 use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use undercroft_core::checksum::checksum;
-use undercroft_core::engine::{Engine, EngineConfig, SessionId};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_contract::checksum::checksum;
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_engine::{Engine, EngineConfig, SessionId};
 
 const TOKENS: u32 = 16;
 const PAYLOAD: u32 = 4096;

@@ -8,17 +8,17 @@ use std::collections::HashMap;
 use std::hint::black_box;
 use std::time::Duration;
 
-use undercroft_core::disk::DeviceImage;
-use undercroft_core::disk::format::{
+use undercroft_contract::format::{
     NAMESPACE_BYTES, NamespaceEntry, RECORD_BYTES, Record, namespace_offset,
 };
-use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
-use undercroft_core::io::raw::process_time;
-use undercroft_core::io::{IoCompletion, IoFault, IoRequest};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
-use undercroft_core::slots::page_bytes_for;
+use undercroft_contract::image::DeviceImage;
+use undercroft_contract::io::{IoCompletion, IoFault, IoRequest};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::pages::page_bytes_for;
+use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
+use undercroft_io::raw::process_time;
 
 const INSTANCE: u64 = 7;
 const TOKENS: u32 = 16;

@@ -4,14 +4,16 @@
 use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use undercroft_core::disk::DeviceImage;
-use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
-use undercroft_core::io::{IoCompletion, IoRequest};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{LookupRequest, Priority, PromotionWait, SaveRequest, Step, Tokens};
-use undercroft_core::slots::page_bytes_for;
+use undercroft_contract::format::Superblock;
+use undercroft_contract::image::DeviceImage;
+use undercroft_contract::io::{IoCompletion, IoRequest};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::pages::page_bytes_for;
+use undercroft_contract::session::{
+    LookupRequest, Priority, PromotionWait, SaveRequest, Step, Tokens,
+};
+use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 
 const TOKENS: u32 = 16;
 const PAYLOAD: u32 = 1 << 20;

@@ -2,7 +2,7 @@
 //! at any age of the tier. `cargo bench -p undercroft-bench --bench size_classes [-- PART]`.
 
 use undercroft_bench::chats::{Chats, Directory, Store, prompt};
-use undercroft_core::io::raw::process_time;
+use undercroft_io::raw::process_time;
 
 const KIB: u64 = 1 << 10;
 const USERS: u64 = 200;

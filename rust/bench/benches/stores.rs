@@ -6,18 +6,18 @@ use std::collections::HashMap;
 use std::hint::black_box;
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
-use undercroft_core::disk::DeviceImage;
-use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
-use undercroft_core::io::{IoCompletion, IoRequest, IoRoom};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::remote::{
+use undercroft_contract::format::Superblock;
+use undercroft_contract::image::DeviceImage;
+use undercroft_contract::io::{IoCompletion, IoRequest, IoRoom};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::pages::page_bytes_for;
+use undercroft_contract::remote::{
     ObjectKey, RemoteCompletion, RemoteConfig, RemoteDone, RemoteError, RemoteRequest, RemoteWrite,
     SegmentHeader,
 };
-use undercroft_core::session::{LookupRequest, PromotionWait, SaveRequest, Tokens};
-use undercroft_core::slots::page_bytes_for;
+use undercroft_contract::session::{LookupRequest, PromotionWait, SaveRequest, Tokens};
+use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 
 const TOKENS: u32 = 16;
 const PAYLOAD: u32 = 128 << 10;

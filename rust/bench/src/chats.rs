@@ -1,14 +1,14 @@
 //! Users of two models chat over one engine: how much one payload size costs the other. Payloads do not
 //! exist, and the disk carries out its reads and writes when it is told to.
 
-use undercroft_core::disk::DeviceImage;
-use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
-use undercroft_core::error::RegisterError;
-use undercroft_core::io::{FileKind, IoCompletion, IoRequest};
-use undercroft_core::key::BlockHash;
-use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
-use undercroft_core::slots::page_bytes_for;
+use undercroft_contract::error::RegisterError;
+use undercroft_contract::format::Superblock;
+use undercroft_contract::image::DeviceImage;
+use undercroft_contract::io::{FileKind, IoCompletion, IoRequest};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::pages::page_bytes_for;
+use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 
 use crate::rig::{BLOCK_TOKENS, hash, mix, spec};
 

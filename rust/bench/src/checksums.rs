@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use undercroft_core::arena::Arena;
-use undercroft_core::io::{ChecksumQueue, ChecksumRequest};
+use undercroft_contract::io::ChecksumRequest;
+use undercroft_io::ChecksumQueue;
+use undercroft_io::arena::Arena;
 
 use crate::rig::{BenchError, failed};
 

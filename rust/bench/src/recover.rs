@@ -8,10 +8,10 @@ use std::path::Path;
 use std::time::Instant;
 
 use serde::Serialize;
-use undercroft_core::disk::format::{NamespaceEntry, RECORD_BYTES, Record, namespace_offset};
-use undercroft_core::disk::open;
-use undercroft_core::engine::{Engine, EngineConfig};
-use undercroft_core::slots::SLOT_ALIGN;
+use undercroft_contract::format::{NamespaceEntry, RECORD_BYTES, Record, namespace_offset};
+use undercroft_contract::pages::SLOT_ALIGN;
+use undercroft_engine::{Engine, EngineConfig};
+use undercroft_io::disk::open;
 
 use crate::rig::{BenchError, failed, hash, process_time, spec};
 

@@ -4,15 +4,17 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use undercroft_core::arena::{Arena, ArenaError};
-use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::{EngineConfig, SessionId};
-use undercroft_core::error::{RegisterError, StoreError};
-use undercroft_core::io::{IoEngineChoice, IoFeatures};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_host::{Directories, DiskCapacity, DiskConfig, HostConfig, HostError};
-use undercroft_host::{OnDiskError, RunningEngine};
+use undercroft_contract::error::RegisterError;
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_driver::{Driver, EngineAccess};
+use undercroft_engine::{EngineConfig, SessionId};
+use undercroft_host::{
+    Directories, DiskCapacity, DiskConfig, HostConfig, HostError, OnDiskError, RunningEngine,
+};
+use undercroft_io::arena::{Arena, ArenaError};
+use undercroft_io::disk::StoreError;
+use undercroft_io::{IoEngineChoice, IoFeatures};
 
 /// Tokens of one block; nothing depends on the number.
 pub(crate) const BLOCK_TOKENS: u32 = 16;
@@ -156,5 +158,5 @@ pub(crate) fn mix(position: u64) -> u64 {
 
 /// Processor time of this process so far, in seconds.
 pub(crate) fn process_time() -> f64 {
-    undercroft_core::io::raw::process_time().as_secs_f64()
+    undercroft_io::raw::process_time().as_secs_f64()
 }

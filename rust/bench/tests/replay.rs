@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use naive::{ModelCache, Outcome};
 use proptest::prelude::*;
 use undercroft_bench::replay::{Options, ReplayEngine, Report, Trace, replay};
-use undercroft_core::policy::PolicyKind;
+use undercroft_engine::policy::PolicyKind;
 
 fn sample() -> Trace {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/conversation_1000.jsonl");

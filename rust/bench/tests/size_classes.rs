@@ -1,7 +1,7 @@
 //! A model whose blocks have another size takes about as much space as it saves, at any age of the tier.
 
 use undercroft_bench::chats::{Chats, Directory, Store, prompt};
-use undercroft_core::slots::page_bytes_for;
+use undercroft_contract::pages::page_bytes_for;
 
 const A: u32 = 128 << 10;
 const B: u32 = 96 << 10;

@@ -12,7 +12,7 @@
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, MAX_TAG_LEN, NONCE_LEN, Nonce, UnboundKey};
 use aws_lc_rs::hkdf::{HKDF_SHA256, Prk, Salt};
 use aws_lc_rs::rand;
-use undercroft_core::cipher::{Binding, CIPHER_BYTES, PayloadCipher, SEAL_BYTES};
+use undercroft_contract::cipher::{Binding, CIPHER_BYTES, PayloadCipher, SEAL_BYTES};
 
 use crate::key_file::Keys;
 

@@ -5,7 +5,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, Mode, OFlags};
-use undercroft_core::secret::SecretBytes;
+use undercroft_io::secret::SecretBytes;
 
 /// Bytes of a key.
 const KEY_BYTES: usize = 32;

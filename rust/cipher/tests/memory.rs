@@ -10,8 +10,8 @@ use std::path::Path;
 use std::process::Command;
 
 use undercroft_cipher::{AesGcm, Keys};
-use undercroft_core::cipher::{Binding, PayloadCipher, SEAL_BYTES};
-use undercroft_core::secret::SecretBytes;
+use undercroft_contract::cipher::{Binding, PayloadCipher, SEAL_BYTES};
+use undercroft_io::secret::SecretBytes;
 
 const KEY: usize = 32;
 /// Bytes of a block.

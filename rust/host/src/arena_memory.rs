@@ -3,10 +3,11 @@
 
 use std::time::Duration;
 
-use undercroft_core::arena::{Arena, ArenaError};
-use undercroft_core::log::{self, Level};
-use undercroft_core::memory;
-use undercroft_core::size::Bytes;
+use undercroft_contract::log;
+use undercroft_contract::log::Level;
+use undercroft_contract::size::Bytes;
+use undercroft_io::arena::{Arena, ArenaError};
+use undercroft_io::memory;
 
 use crate::error::{HostError, MEMORY_WAIT};
 

@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use undercroft_cipher::{AesGcm, Keys};
-use undercroft_core::arena::ARENA_ALIGN;
-use undercroft_core::cipher::PayloadCipher;
-use undercroft_core::disk::open::OnOtherVersion;
-use undercroft_core::engine::EngineConfig;
-use undercroft_core::io::IoEngineChoice;
-use undercroft_core::policy::PolicyKind;
-use undercroft_core::remote::{RemoteConfig, RemoteWrite};
+use undercroft_contract::cipher::PayloadCipher;
+use undercroft_contract::remote::{RemoteConfig, RemoteWrite};
+use undercroft_engine::EngineConfig;
+use undercroft_engine::policy::PolicyKind;
+use undercroft_io::IoEngineChoice;
+use undercroft_io::arena::ARENA_ALIGN;
+use undercroft_io::disk::open::OnOtherVersion;
 use undercroft_ipc::SocketLocation;
 use undercroft_remote::Location;
 

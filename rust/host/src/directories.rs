@@ -6,10 +6,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use undercroft_core::cipher::PayloadCipher;
-use undercroft_core::disk::open::{Capacity, Directory, DirectoryLock, StoreOptions, open};
-use undercroft_core::disk::{DeviceImage, Health, LATENCY_LIMITS_NS, Latency};
-use undercroft_core::io::{DeviceFiles, IoFault};
+use undercroft_contract::cipher::PayloadCipher;
+use undercroft_contract::image::DeviceImage;
+use undercroft_contract::io::IoFault;
+use undercroft_engine::disk::{Health, LATENCY_LIMITS_NS, Latency};
+use undercroft_io::DeviceFiles;
+use undercroft_io::disk::open::{Capacity, Directory, DirectoryLock, StoreOptions, open};
 
 use crate::config::{DiskCapacity, HostConfig, OnDiskError};
 use crate::error::HostError;
@@ -200,12 +202,12 @@ mod tests {
     use std::sync::Arc;
     use std::time::{Duration, Instant};
 
-    use undercroft_core::arena::Arena;
-    use undercroft_core::driver::EngineAccess;
-    use undercroft_core::engine::EngineConfig;
-    use undercroft_core::io::IoEngineChoice;
-    use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-    use undercroft_core::session::{SaveRequest, Tokens};
+    use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+    use undercroft_contract::session::{SaveRequest, Tokens};
+    use undercroft_driver::EngineAccess;
+    use undercroft_engine::EngineConfig;
+    use undercroft_io::IoEngineChoice;
+    use undercroft_io::arena::Arena;
 
     use super::*;
     use crate::running::RunningEngine;
@@ -261,7 +263,7 @@ mod tests {
         for block in 0..BLOCKS {
             let mut hash = [salt; 32];
             hash[..4].copy_from_slice(&block.to_le_bytes());
-            let hashes = vec![undercroft_core::key::BlockHash::new(&hash).unwrap()];
+            let hashes = vec![undercroft_contract::key::BlockHash::new(&hash).unwrap()];
             engine.driver().enter(|engine| {
                 let save = SaveRequest::new("r", &hashes, Tokens(16));
                 let transfer = engine.begin_save(session, &save).transfer.unwrap();

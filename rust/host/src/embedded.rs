@@ -5,11 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
-use undercroft_core::arena::{Prefault, prefault_in_background};
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::embedded::EmbeddedSession;
-use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::session::{Session, SessionSpec, SessionToken, Tokens};
+use undercroft_contract::namespace::NamespaceSpec;
+use undercroft_contract::session::{Session, SessionSpec, SessionToken, Tokens};
+use undercroft_driver::{EmbeddedSession, EngineAccess};
+use undercroft_io::arena::{Prefault, prefault_in_background};
 use undercroft_ipc::{Served, Server, SessionAddress, StatsSource, new_token};
 
 use crate::arena_memory::HostMemory;
@@ -194,7 +193,7 @@ mod tests {
     use std::cell::Cell;
     use std::path::Path;
 
-    use undercroft_core::arena::{Arena, ArenaError};
+    use undercroft_io::arena::{Arena, ArenaError};
 
     use super::*;
     use crate::config::{DiskCapacity, DiskConfig};

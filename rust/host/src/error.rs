@@ -5,10 +5,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use undercroft_cipher::KeyFileError;
-use undercroft_core::arena::ArenaError;
-use undercroft_core::disk::portable::PortableError;
-use undercroft_core::error::{RegisterError, StoreError};
+use undercroft_contract::error::RegisterError;
+use undercroft_io::arena::ArenaError;
+use undercroft_io::disk::StoreError;
 use undercroft_ipc::{AttachError, ConnectError, SocketError};
+
+use crate::portable::PortableError;
 
 /// Classes of errors, by their remedy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

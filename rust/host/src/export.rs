@@ -10,16 +10,18 @@ use std::sync::Arc;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use serde::Serialize;
-use undercroft_core::checksum::checksum;
-use undercroft_core::cipher::{PayloadCipher, SEAL_BYTES};
-use undercroft_core::disk::binding::StoredPayload;
-use undercroft_core::disk::format::{NamespaceEntry, PLACEHOLDER, RECORD_BYTES, Record};
-use undercroft_core::disk::inspect::{NamespaceSummary, Summary};
-use undercroft_core::disk::open::{self, Contents};
-use undercroft_core::disk::portable::{PortableError, PortableWriter};
-use undercroft_core::key::{BlockHash, NamespaceDigest};
-use undercroft_core::namespace::{GroupKind, NamespaceSpec};
-use undercroft_core::slots::SLOT_ALIGN;
+use undercroft_contract::binding::StoredPayload;
+use undercroft_contract::checksum::checksum;
+use undercroft_contract::cipher::{PayloadCipher, SEAL_BYTES};
+use undercroft_contract::format::{NamespaceEntry, PLACEHOLDER, RECORD_BYTES, Record};
+use undercroft_contract::key::{BlockHash, NamespaceDigest};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
+use undercroft_contract::pages::SLOT_ALIGN;
+use undercroft_io::disk::inspect::{NamespaceSummary, Summary};
+use undercroft_io::disk::open;
+use undercroft_io::disk::open::Contents;
+
+use crate::portable::{PortableError, PortableWriter};
 
 use crate::config::HostConfig;
 use crate::error::HostError;

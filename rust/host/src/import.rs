@@ -10,16 +10,17 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use undercroft_core::arena::Arena;
-use undercroft_core::checksum::checksum;
-use undercroft_core::disk::format::{PLACEHOLDER, RECORD_BYTES};
-use undercroft_core::disk::portable::{PortableError, PortableReader, Totals};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, NamespaceSpec};
-use undercroft_core::session::{
+use undercroft_contract::checksum::checksum;
+use undercroft_contract::format::{PLACEHOLDER, RECORD_BYTES};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
+use undercroft_contract::session::{
     Extent, LookupRequest, Offer, Save, SaveGrant, SaveRequest, Session, Tokens,
 };
+use undercroft_io::arena::Arena;
 use undercroft_ipc::{attach, let_go};
+
+use crate::portable::{PortableError, PortableReader, Totals};
 
 use crate::config::HostConfig;
 use crate::error::HostError;
@@ -373,9 +374,10 @@ impl Importer<'_> {
 
 #[cfg(test)]
 mod tests {
-    use undercroft_core::disk::format::{NamespaceEntry, Record};
-    use undercroft_core::disk::portable::PortableWriter;
-    use undercroft_core::namespace::GroupSpec;
+    use undercroft_contract::format::{NamespaceEntry, Record};
+    use undercroft_contract::namespace::GroupSpec;
+
+    use crate::portable::PortableWriter;
 
     use super::*;
 

@@ -4,11 +4,11 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
-use undercroft_core::disk::format::{Record, Superblock};
-use undercroft_core::disk::inspect::{Summary, is_intact, is_same_payload};
-use undercroft_core::disk::open::{self, Contents};
-use undercroft_core::error::StoreError;
-use undercroft_core::slots::SLOT_ALIGN;
+use undercroft_contract::format::{Record, Superblock};
+use undercroft_contract::pages::SLOT_ALIGN;
+use undercroft_io::disk::inspect::{Summary, is_intact, is_same_payload};
+use undercroft_io::disk::open::Contents;
+use undercroft_io::disk::{StoreError, open};
 
 use crate::config::{HostConfig, OnDiskError};
 use crate::directories::store_options;
@@ -297,13 +297,13 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    use undercroft_core::arena::Arena;
-    use undercroft_core::driver::EngineAccess;
-    use undercroft_core::engine::EngineConfig;
-    use undercroft_core::io::IoEngineChoice;
-    use undercroft_core::key::BlockHash;
-    use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-    use undercroft_core::session::{SaveRequest, Tokens};
+    use undercroft_contract::key::BlockHash;
+    use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+    use undercroft_contract::session::{SaveRequest, Tokens};
+    use undercroft_driver::EngineAccess;
+    use undercroft_engine::EngineConfig;
+    use undercroft_io::IoEngineChoice;
+    use undercroft_io::arena::Arena;
 
     use super::*;
     use crate::config::{DiskCapacity, DiskConfig};

@@ -13,6 +13,7 @@ mod export;
 mod import;
 pub mod inspect;
 mod namespace;
+mod portable;
 mod random;
 mod remote;
 mod remote_tier;
@@ -28,8 +29,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
-use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::session::{Session, Tokens};
+use undercroft_contract::namespace::NamespaceSpec;
+use undercroft_contract::session::{Session, Tokens};
 use undercroft_ipc::{OperatorRequest, SessionAddress};
 
 pub use config::{DiskAdmission, DiskCapacity, DiskConfig, HostConfig, OnDiskError};
@@ -39,6 +40,7 @@ pub use error::{ErrorClass, HostError};
 pub use export::{Exported, export};
 pub use import::{Imported, import};
 pub use namespace::group_spec;
+pub use portable::PortableError;
 pub use remote::RemoteHost;
 pub use running::RunningEngine;
 pub use shared::SharedHost;

@@ -1,6 +1,6 @@
 //! KV cache groups as the connector describes them.
 
-use undercroft_core::namespace::{GroupKind, GroupSpec};
+use undercroft_contract::namespace::{GroupKind, GroupSpec};
 
 use crate::error::HostError;
 

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::session::{Session, Tokens};
+use undercroft_contract::namespace::NamespaceSpec;
+use undercroft_contract::session::{Session, Tokens};
 use undercroft_ipc::{Client, ClientConfig, ConnectionState, Resolve, SessionAddress};
 
 use crate::config::HostConfig;

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use undercroft_core::arena::Arena;
-use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::key::NamespaceDigest;
-use undercroft_core::remote::RemoteWrite;
+use undercroft_contract::key::NamespaceDigest;
+use undercroft_contract::remote::RemoteWrite;
+use undercroft_driver::{Driver, EngineAccess};
+use undercroft_io::arena::Arena;
 use undercroft_remote::{LastResult, Objects, RequestPool, StoreHealth, describe};
 
 use crate::config::HostConfig;

@@ -1,17 +1,16 @@
 //! Replays traces on the engine's index, slots, job table and policies. Payloads do not exist, and the disk carries out
 //! reads and writes at once, the writes at most at the rate of the options.
 
-use undercroft_core::disk::DeviceImage;
-use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
-use undercroft_core::io::{ChecksumRequest, IoCompletion, IoRequest};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::policy::PolicyKind;
-use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
-use undercroft_core::slots::page_bytes_for;
-
-use undercroft_core::error::RegisterError;
-use undercroft_core::metrics::Counters;
+use undercroft_contract::error::RegisterError;
+use undercroft_contract::image::DeviceImage;
+use undercroft_contract::io::{ChecksumRequest, IoCompletion, IoRequest};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::pages::page_bytes_for;
+use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_engine::metrics::Counters;
+use undercroft_engine::policy::PolicyKind;
+use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 
 /// Bytes of a payload. No payload is ever allocated. The size determines the granularity of capacities.
 const PAYLOAD_BYTES: u32 = 64 << 10;

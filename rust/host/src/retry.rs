@@ -5,8 +5,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use undercroft_core::disk::open::open;
-use undercroft_core::driver::Driver;
+use undercroft_driver::Driver;
+use undercroft_io::disk::open::open;
 
 use crate::directories::{DirectoryState, OpenDirectory};
 use crate::random::random;

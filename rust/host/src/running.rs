@@ -6,13 +6,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use undercroft_core::arena::Arena;
-use undercroft_core::disk::Health;
-use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::{Engine, EngineConfig, Recovery};
+use undercroft_driver::{Driver, EngineAccess};
+use undercroft_engine::disk::Health;
+use undercroft_engine::{Engine, EngineConfig, Recovery};
+use undercroft_io::arena::Arena;
 #[cfg(feature = "faults")]
-use undercroft_core::io::fault::{FaultControl, FaultEngine};
-use undercroft_core::io::{IoEngineChoice, IoFeatures, open_encrypting_engine, open_io_engine};
+use undercroft_io::fault::{FaultControl, FaultEngine};
+use undercroft_io::{IoEngineChoice, IoFeatures, open_encrypting_engine, open_io_engine};
 use undercroft_ipc::stats_json;
 
 use crate::config::HostConfig;
@@ -187,13 +187,13 @@ impl RunningEngine {
     pub(crate) fn stats(&self) -> Value {
         let taken = self
             .driver
-            .enter(|engine| (*engine.counters(), engine.gauges(), engine.health()));
+            .enter(|engine| (*engine.counters(), engine.gauges(), engine.devices()));
         // Without an engine all numbers are zero, even the capacities.
-        let (counters, mut gauges, health) = taken.unwrap_or_default();
+        let (counters, mut gauges, devices) = taken.unwrap_or_default();
         let state = self.directories.lock();
-        let pairs = state.directories.iter().zip(health);
-        let missing = pairs
-            .filter(|(directory, (health, _))| *health == Health::Good && directory.lacks_file());
+        let pairs = state.directories.iter().zip(devices);
+        let missing =
+            pairs.filter(|(directory, of)| of.health == Health::Good && directory.lacks_file());
         gauges.disk_degraded += missing.count() as u64;
         drop(state);
         gauges.remote_degraded = self.remote().is_some_and(RemoteTier::has_failed).into();
@@ -202,16 +202,13 @@ impl RunningEngine {
 
     /// The configuration and findings.
     pub(crate) fn info(&self) -> Value {
-        let taken = self
-            .driver
-            .enter(|engine| (engine.health(), engine.latencies()));
-        let (health, latencies) = taken.unwrap_or_default();
+        let devices = self.driver.enter(|engine| engine.devices());
         let state = self.directories.lock();
-        let pairs = state.directories.iter().zip(health).zip(latencies);
+        let pairs = state.directories.iter().zip(devices.unwrap_or_default());
         let disks: Vec<Value> = pairs
-            .map(|((directory, (health, fault)), latencies)| {
-                let mut info = directory.info(health, fault);
-                info["latency"] = latency_json(&latencies);
+            .map(|(directory, of)| {
+                let mut info = directory.info(of.health, of.fault);
+                info["latency"] = latency_json(&of.latencies);
                 info
             })
             .collect();

@@ -6,10 +6,10 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use undercroft_core::disk::open::check_unused;
-use undercroft_core::error::StoreError;
-use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::session::{Session, Tokens};
+use undercroft_contract::namespace::NamespaceSpec;
+use undercroft_contract::session::{Session, Tokens};
+use undercroft_io::disk::StoreError;
+use undercroft_io::disk::open::check_unused;
 use undercroft_ipc::{Resolve, SessionAddress, is_served};
 
 use crate::arena_memory::check_memory;
@@ -164,7 +164,7 @@ impl EngineHost for SharedHost {
 mod tests {
     use std::path::Path;
 
-    use undercroft_core::namespace::{GroupKind, GroupSpec};
+    use undercroft_contract::namespace::{GroupKind, GroupSpec};
 
     use super::*;
     use crate::config::{DiskCapacity, DiskConfig};

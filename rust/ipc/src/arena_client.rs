@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::event::PollFlags;
-use undercroft_core::arena::{Arena, ArenaError};
-use undercroft_core::fork::Unshared;
-use undercroft_core::session::SessionToken;
+use undercroft_contract::session::SessionToken;
+use undercroft_io::arena::{Arena, ArenaError};
+use undercroft_io::fork::Unshared;
 
 use crate::descriptors;
 use crate::frame::{

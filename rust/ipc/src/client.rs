@@ -12,15 +12,15 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
-use undercroft_core::explain::Rest;
-use undercroft_core::fork::Unshared;
-use undercroft_core::hint::{HintAnswer, HintRefusal, HintRequest};
-use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::panics::contained;
-use undercroft_core::session::{
+use undercroft_contract::explain::Rest;
+use undercroft_contract::hint::{HintAnswer, HintRefusal, HintRequest};
+use undercroft_contract::namespace::NamespaceSpec;
+use undercroft_contract::panics::contained;
+use undercroft_contract::session::{
     BlockEvents, GiveUp, Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, Step,
     Tokens, TransferId,
 };
+use undercroft_io::fork::Unshared;
 
 use crate::client_state::{ClientState, Polled, SessionAddress};
 use crate::connection::{ConnectError, ServerConnection, wait};
@@ -52,7 +52,7 @@ pub type Resolve = Box<dyn FnMut() -> Result<PathBuf, String> + Send>;
 pub struct ClientConfig {
     /// The namespace.
     pub namespace: NamespaceSpec,
-    /// See [`SessionSpec::dropped_tokens`](undercroft_core::session::SessionSpec::dropped_tokens).
+    /// See [`SessionSpec::dropped_tokens`](undercroft_contract::session::SessionSpec::dropped_tokens).
     pub dropped_tokens: Tokens,
     /// While a reply is due for longer than this, lookups are misses and no slots for saves are requested.
     pub deadline: Duration,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use undercroft_core::fork::Unshared;
+use undercroft_io::fork::Unshared;
 
 use crate::descriptors;
 use crate::frame::{self, FrameError, FrameKind};

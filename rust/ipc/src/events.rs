@@ -3,8 +3,8 @@
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serializer};
-use undercroft_core::key::BlockHash;
-use undercroft_core::session::{BlockEvent, EventTier};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::session::{BlockEvent, EventTier};
 
 const STORED: u8 = 1;
 const ON_DISK: u8 = 2;

@@ -10,7 +10,7 @@
 //!
 //! The length is checked against the limit of its kind before anything is allocated for it.
 
-use undercroft_core::session::SessionToken;
+use undercroft_contract::session::SessionToken;
 
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"UCFT";

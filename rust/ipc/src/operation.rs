@@ -2,13 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::engine::{ClearOrder, Engine, ResizeOrder};
-use undercroft_core::explain::ExplainQuery;
-use undercroft_core::hint::{Hint, HintAnswer, HintRequest, PIN_NAME_MAX, TTL_MAX_NS};
-use undercroft_core::key::BlockHash;
-use undercroft_core::metrics::Order;
-use undercroft_core::session::Tokens;
+use undercroft_contract::explain::ExplainQuery;
+use undercroft_contract::hint::{Hint, HintAnswer, HintRequest, PIN_NAME_MAX, TTL_MAX_NS};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::session::Tokens;
+use undercroft_driver::EngineAccess;
+use undercroft_engine::metrics::Order;
+use undercroft_engine::{ClearOrder, Engine, ResizeOrder};
 
 use crate::orders::{self, Caller};
 
@@ -18,20 +18,20 @@ use crate::orders::{self, Caller};
 pub enum OperatorRequest {
     /// Returns some of the last lookups: `lookups` (each an [`Explained`]), and `before`, for the question for more.
     ///
-    /// [`Explained`]: undercroft_core::explain::Explained
+    /// [`Explained`]: undercroft_contract::explain::Explained
     Explain(ExplainQuery),
     /// Pins a chain of blocks, or ends a pin. Returns `answer`, `tokens` and, for a rejection, `reason`; or `error` for
     /// an impossible hint.
     Hint(OperatorHint),
     /// Begins to clear blocks, and returns the progress (a [`Cleared`]); `error` if the order is refused.
     ///
-    /// [`Cleared`]: undercroft_core::engine::Cleared
+    /// [`Cleared`]: undercroft_engine::Cleared
     Clear(ClearOrder),
     /// Returns the progress of the last order to clear.
     Cleared {},
     /// Begins to drain, or with `cancel` ends a drain. Returns the progress (a [`Drained`]).
     ///
-    /// [`Drained`]: undercroft_core::engine::Drained
+    /// [`Drained`]: undercroft_engine::Drained
     Drain {
         /// Whether to end a drain: the engine then accepts saves and promotions again.
         cancel: bool,
@@ -40,7 +40,7 @@ pub enum OperatorRequest {
     Drained {},
     /// Begins to set the sizes of the tiers, and returns the progress (a [`Resized`]); `error` if a size is impossible.
     ///
-    /// [`Resized`]: undercroft_core::engine::Resized
+    /// [`Resized`]: undercroft_engine::Resized
     Resize(ResizeOrder),
     /// Returns the sizes of the tiers.
     Resized {},
@@ -216,11 +216,11 @@ mod tests {
     use std::sync::mpsc::channel;
     use std::time::Duration;
 
-    use undercroft_core::arena::Arena;
-    use undercroft_core::driver::Driver;
-    use undercroft_core::engine::EngineConfig;
-    use undercroft_core::io::{IoEngineChoice, open_io_engine};
-    use undercroft_core::log;
+    use undercroft_contract::log;
+    use undercroft_driver::Driver;
+    use undercroft_engine::EngineConfig;
+    use undercroft_io::arena::Arena;
+    use undercroft_io::{IoEngineChoice, open_io_engine};
 
     use super::*;
 

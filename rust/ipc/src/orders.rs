@@ -3,8 +3,9 @@
 use std::os::fd::AsFd;
 
 use serde_json::Value;
-use undercroft_core::log::{self, Level};
-use undercroft_core::metrics::Order;
+use undercroft_contract::log;
+use undercroft_contract::log::Level;
+use undercroft_engine::metrics::Order;
 
 use crate::peer::peer_credentials;
 

@@ -6,11 +6,11 @@
 //! end the lookups, loads and saves of another client.
 
 use serde::{Deserialize, Serialize, Serializer};
-use undercroft_core::explain::Rest;
-use undercroft_core::hint::{Hint, HintAnswer};
-use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
-use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::session::{
+use undercroft_contract::explain::Rest;
+use undercroft_contract::hint::{Hint, HintAnswer};
+use undercroft_contract::key::{BlockHash, HASH_BYTES_MAX, HashSource};
+use undercroft_contract::namespace::NamespaceSpec;
+use undercroft_contract::session::{
     BlockEvent, Extent, GiveUp, Offer, Priority, PromotionWait, SaveEnd, SessionToken, Step, Tokens,
 };
 
@@ -88,7 +88,7 @@ pub enum ClientMessage<'a> {
     Register {
         /// The namespace.
         namespace: NamespaceSpec,
-        /// See [`SessionSpec::dropped_tokens`](undercroft_core::session::SessionSpec::dropped_tokens).
+        /// See [`SessionSpec::dropped_tokens`](undercroft_contract::session::SessionSpec::dropped_tokens).
         dropped_tokens: Tokens,
         /// Whether the client's weights may have changed before: it has requested a reset, perhaps of another server, or
         /// has told so. Then the session shares with no other session.
@@ -98,7 +98,7 @@ pub enum ClientMessage<'a> {
     #[serde(borrow)]
     Lookup(LookupMessage<'a>),
     /// The scheduler waits for a prefetch from now on: its priority is
-    /// [`Demand`](undercroft_core::session::Priority::Demand).
+    /// [`Demand`](undercroft_contract::session::Priority::Demand).
     Demand {
         /// The request.
         request: u64,
@@ -169,14 +169,14 @@ pub enum ClientMessage<'a> {
         /// Why.
         reason: GiveUp,
     },
-    /// See [`Session::change_weights`](undercroft_core::session::Session::change_weights).
+    /// See [`Session::change_weights`](undercroft_contract::session::Session::change_weights).
     ChangeWeights {
         /// The description of the namespace that the session uses from now on; `None`: it shares with no session.
         description: Option<String>,
     },
 }
 
-/// See [`HintRequest`](undercroft_core::hint::HintRequest).
+/// See [`HintRequest`](undercroft_contract::hint::HintRequest).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HintMessage<'a> {
     /// The request.
@@ -192,7 +192,7 @@ pub struct HintMessage<'a> {
     pub hashes: HashRun<'a>,
 }
 
-/// See [`LookupRequest`](undercroft_core::session::LookupRequest).
+/// See [`LookupRequest`](undercroft_contract::session::LookupRequest).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LookupMessage<'a> {
     /// The request.
@@ -218,7 +218,7 @@ pub struct LookupMessage<'a> {
     pub hashes: HashRun<'a>,
 }
 
-/// See [`SaveRequest`](undercroft_core::session::SaveRequest).
+/// See [`SaveRequest`](undercroft_contract::session::SaveRequest).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SaveMessage<'a> {
     /// The request.
@@ -227,7 +227,7 @@ pub struct SaveMessage<'a> {
     pub transfer: u64,
     /// Tokens that the device has computed.
     pub tokens: Tokens,
-    /// See [`SaveRequest::offers`](undercroft_core::session::SaveRequest::offers), at most [`OFFERS_MAX`] ranges.
+    /// See [`SaveRequest::offers`](undercroft_contract::session::SaveRequest::offers), at most [`OFFERS_MAX`] ranges.
     #[serde(deserialize_with = "few_offers")]
     pub offers: Vec<Offer>,
     /// Whether the device holds no other blocks.
@@ -340,7 +340,7 @@ pub enum ServerMessage {
         /// The answer.
         answer: HintAnswer,
     },
-    /// The changes in the tiers, see [`BlockEvents`](undercroft_core::session::BlockEvents).
+    /// The changes in the tiers, see [`BlockEvents`](undercroft_contract::session::BlockEvents).
     Events {
         /// Whether all earlier events are void.
         cleared: bool,
@@ -352,19 +352,19 @@ pub enum ServerMessage {
     },
 }
 
-/// [`Lookup`](undercroft_core::session::Lookup), and the places of a hit's payloads.
+/// [`Lookup`](undercroft_contract::session::Lookup), and the places of a hit's payloads.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LookupAnswer {
     /// Payloads are being read from disk. Another answer follows.
     Pending {
-        /// See [`Hit::shared`](undercroft_core::session::Hit::shared).
+        /// See [`Hit::shared`](undercroft_contract::session::Hit::shared).
         shared: Tokens,
     },
     /// A load may follow.
     Hit(LeasedHit),
     /// There is nothing to load.
     Miss {
-        /// See [`Hit::shared`](undercroft_core::session::Hit::shared).
+        /// See [`Hit::shared`](undercroft_contract::session::Hit::shared).
         shared: Tokens,
     },
 }
@@ -383,9 +383,9 @@ impl LookupAnswer {
 /// its end.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeasedHit {
-    /// See [`Hit::tokens`](undercroft_core::session::Hit::tokens).
+    /// See [`Hit::tokens`](undercroft_contract::session::Hit::tokens).
     pub tokens: Tokens,
-    /// See [`Hit::shared`](undercroft_core::session::Hit::shared).
+    /// See [`Hit::shared`](undercroft_contract::session::Hit::shared).
     pub shared: Tokens,
     /// Tokens (exclusive, inclusive) that promotions brought from disk for this request.
     pub from_disk: Option<(Tokens, Tokens)>,
@@ -507,7 +507,7 @@ const LENGTH_BYTES: usize = 4;
 mod extents {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
-    use undercroft_core::session::{ArenaOffset, Extent};
+    use undercroft_contract::session::{ArenaOffset, Extent};
 
     struct OffsetBytes<'a>(&'a [ArenaOffset]);
 

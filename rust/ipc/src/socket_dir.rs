@@ -13,7 +13,7 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::{Pid, geteuid, test_kill_process};
-use undercroft_core::fork::Unshared;
+use undercroft_io::fork::Unshared;
 
 /// Longest path of a socket in bytes (`sun_path` less its final zero).
 pub const SOCKET_PATH_MAX: usize = 107;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use serde_json::{Map, Value, json};
-use undercroft_core::metrics::{Counters, Gauges};
+use undercroft_engine::metrics::{Counters, Gauges};
 
 /// The source of a server's statistics.
 #[derive(Clone)]

@@ -8,11 +8,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
-use undercroft_core::explain::{ExplainQuery, Reason};
-use undercroft_core::hint::{Hint, HintAnswer};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{
+use undercroft_contract::explain::{ExplainQuery, Reason};
+use undercroft_contract::hint::{Hint, HintAnswer};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::session::{
     ArenaOffset, BlockEvent, EventTier, Extent, GiveUp, Offer, Priority, PromotionWait, SaveEnd,
     SaveRefusal, SessionToken, Step, Tokens,
 };

@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use rustix::io::Errno;
-use undercroft_core::fork::Unshared;
-use undercroft_core::session::SessionToken;
+use undercroft_contract::session::SessionToken;
 use undercroft_host::HostError;
+use undercroft_io::fork::Unshared;
 
 use crate::errors::Result;
 
@@ -18,14 +18,14 @@ use crate::errors::Result;
 #[pyclass(name = "Arena", module = "undercroft._core", frozen)]
 #[derive(Debug)]
 pub(crate) struct PyArena {
-    arena: Arc<undercroft_core::arena::Arena>,
+    arena: Arc<undercroft_io::arena::Arena>,
     arena_id: u64,
     /// While it is open, the engine knows that this process runs; `None` without an engine and after `let_go`.
     connection: Mutex<Option<Unshared<UnixStream>>>,
 }
 
 impl PyArena {
-    pub(crate) fn arena(&self) -> &Arc<undercroft_core::arena::Arena> {
+    pub(crate) fn arena(&self) -> &Arc<undercroft_io::arena::Arena> {
         &self.arena
     }
 }
@@ -49,7 +49,7 @@ impl PyArena {
     /// An arena of this process alone, for benchmarks and tests of the copiers. Raises ConfigError.
     #[staticmethod]
     fn create(size: u64) -> Result<Self> {
-        let arena = undercroft_core::arena::Arena::create(size).map_err(HostError::from)?;
+        let arena = undercroft_io::arena::Arena::create(size).map_err(HostError::from)?;
         Ok(Self {
             arena: Arc::new(arena),
             arena_id: 0,

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use undercroft_core::copy::{
+use undercroft_io::copy::{
     Batches, BlockPage, BlockPages, BlockPieces, CopyPiece, Direction, DriverFunctions, Joined,
     Refused, Staged,
 };

@@ -11,8 +11,8 @@ use std::num::NonZeroUsize;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use undercroft_core::arena::OutOfBounds;
-use undercroft_core::copy::{BlockPlaces, Copier, PlacedPieces, Routine};
+use undercroft_io::arena::OutOfBounds;
+use undercroft_io::copy::{BlockPlaces, Copier, PlacedPieces, Routine};
 
 use crate::arena::PyArena;
 use crate::batches::{PyBlockPieces, direction};

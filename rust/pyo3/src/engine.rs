@@ -5,11 +5,12 @@ use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use undercroft_core::fork::OfProcess;
-use undercroft_core::log::{self, Level};
-use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::session::Tokens;
+use undercroft_contract::log;
+use undercroft_contract::log::Level;
+use undercroft_contract::namespace::NamespaceSpec;
+use undercroft_contract::session::Tokens;
 use undercroft_host::{EngineHost, HostConfig, HostError, open};
+use undercroft_io::fork::OfProcess;
 
 use crate::errors::Result;
 use crate::json::{object, to_json, to_python};

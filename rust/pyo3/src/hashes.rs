@@ -7,7 +7,7 @@
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
-use undercroft_core::key::{BlockHash, HASH_BYTES_MAX, HashSource};
+use undercroft_contract::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 
 /// vLLM's hashes: `bytes` objects in a list.
 pub(crate) struct Hashes<'a, 'py>(pub(crate) &'a Bound<'py, PyList>);

@@ -1,8 +1,9 @@
 //! Facts about this machine, for sizing and `undercroft doctor`.
 
 use pyo3::prelude::*;
-use undercroft_core::slots::{Owner, Slots, page_bytes_for};
-use undercroft_core::{io, memory};
+use undercroft_contract::pages::page_bytes_for;
+use undercroft_engine::slots::{Owner, Slots};
+use undercroft_io::memory;
 
 use crate::errors::UndercroftError;
 
@@ -27,7 +28,7 @@ pub(crate) fn limiting_group() -> Option<String> {
 /// Why this process cannot use io_uring; None if it can. Opens a ring and closes it.
 #[pyfunction]
 pub(crate) fn probe_io_uring(py: Python<'_>) -> Option<String> {
-    py.detach(io::probe_io_uring).err()
+    py.detach(undercroft_io::probe_io_uring).err()
 }
 
 /// Number of payloads of `payload_bytes` that a tier of `capacity` bytes holds if it holds no other payloads: slots are

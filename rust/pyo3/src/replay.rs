@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
-use undercroft_core::policy::PolicyKind;
+use undercroft_engine::policy::PolicyKind;
 use undercroft_host::HostError;
 use undercroft_host::replay::{Options, ReplayEngine};
 

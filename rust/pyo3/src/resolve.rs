@@ -2,8 +2,8 @@
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::resolve::resolve_all;
+use undercroft_contract::namespace::NamespaceSpec;
+use undercroft_engine::resolve::resolve_all;
 use undercroft_host::HostError;
 
 use crate::errors::Result;

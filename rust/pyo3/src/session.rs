@@ -5,12 +5,12 @@ use std::sync::Arc;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
-use undercroft_core::fork::OfProcess;
-use undercroft_core::hint::{Hint, HintAnswer, HintRequest};
-use undercroft_core::session::{
+use undercroft_contract::hint::{Hint, HintAnswer, HintRequest};
+use undercroft_contract::session::{
     BlockEvent, EventTier, GiveUp, LookupRequest, Offer, PromotionWait, SaveRequest, Session, Step,
     Tokens, TransferId,
 };
+use undercroft_io::fork::OfProcess;
 
 use crate::hashes::Hashes;
 use crate::values::{PyLoad, PyLookup, PyOffer, PySaveGrant, timeout};

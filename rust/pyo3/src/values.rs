@@ -6,10 +6,12 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyBytes, PyList};
-use undercroft_core::copy::SlotRun;
-use undercroft_core::namespace::GroupSpec;
-use undercroft_core::session::{Extent, Load, Lookup, Offer, Save, SaveGrant, SaveRefusal, Tokens};
+use undercroft_contract::namespace::GroupSpec;
+use undercroft_contract::session::{
+    Extent, Load, Lookup, Offer, Save, SaveGrant, SaveRefusal, Tokens,
+};
 use undercroft_host::{HostError, group_spec};
+use undercroft_io::copy::SlotRun;
 use undercroft_ipc::SessionAddress;
 
 /// The address from which workers get the arena.

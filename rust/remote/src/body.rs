@@ -1,8 +1,8 @@
 //! The bytes of an object that is written: a header, then payloads in the arena, each with zeros up to its alignment.
 
-use undercroft_core::arena::Arena;
-use undercroft_core::remote::RemotePart;
-use undercroft_core::remote::segment::SEGMENT_ALIGN;
+use undercroft_contract::remote::RemotePart;
+use undercroft_contract::remote::segment::SEGMENT_ALIGN;
+use undercroft_io::arena::Arena;
 
 /// The zeros after a payload.
 const ZEROS: [u8; SEGMENT_ALIGN as usize] = [0; SEGMENT_ALIGN as usize];

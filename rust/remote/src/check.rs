@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
 
 use crate::body::ObjectBody;
 use crate::finding::{Finding, Status};

@@ -14,7 +14,7 @@ use object_store::{
     GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload,
 };
 use tokio::runtime::{Builder, Runtime};
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
 
 use crate::RemoteOptions;
 use crate::body::ObjectBody;

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::time::SystemTime;
 
 use serde::Serialize;
-use undercroft_core::key::NamespaceDigest;
-use undercroft_core::remote::key::{NamespacePrefix, ObjectName};
+use undercroft_contract::key::NamespaceDigest;
+use undercroft_contract::remote::key::{NamespacePrefix, ObjectName};
 
 use crate::body::ObjectBody;
 use crate::gc::shifted;

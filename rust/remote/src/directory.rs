@@ -18,8 +18,8 @@ use rustix::fs::{
     UTIME_NOW, UTIME_OMIT,
 };
 use rustix::io::Errno;
-use undercroft_core::remote::RemoteError;
-use undercroft_core::remote::key::is_above_objects;
+use undercroft_contract::remote::RemoteError;
+use undercroft_contract::remote::key::is_above_objects;
 
 use crate::RemoteOptions;
 use crate::body::{Chunk, ObjectBody};

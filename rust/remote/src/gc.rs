@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::Serialize;
-use undercroft_core::remote::RemoteError;
-use undercroft_core::remote::key::{ObjectName, VERSIONS};
+use undercroft_contract::remote::RemoteError;
+use undercroft_contract::remote::key::{ObjectName, VERSIONS};
 
 use crate::objects::{ListedObject, Objects};
 use crate::store_error::{ObjectStoreError, Result};

@@ -29,7 +29,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use undercroft_core::remote::RemoteConfig;
+use undercroft_contract::remote::RemoteConfig;
 
 pub use body::ObjectBody;
 pub use contents::describe;

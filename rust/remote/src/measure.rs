@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
-use undercroft_core::arena::{ARENA_ALIGN, Arena};
-use undercroft_core::io::{Wake, Waker};
-use undercroft_core::key::{BlockHash, NamespaceDigest};
-use undercroft_core::remote::segment::SEGMENT_ALIGN;
-use undercroft_core::remote::{
+use undercroft_contract::key::{BlockHash, NamespaceDigest};
+use undercroft_contract::remote::segment::SEGMENT_ALIGN;
+use undercroft_contract::remote::{
     Expected, ObjectKey, RemoteError, RemotePart, RemoteRequest, RemoteStore, SegmentHeader,
     SegmentPayload,
 };
+use undercroft_io::arena::{ARENA_ALIGN, Arena};
+use undercroft_io::{Wake, Waker};
 
 use crate::body::ObjectBody;
 use crate::objects::Objects;

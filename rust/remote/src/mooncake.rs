@@ -11,7 +11,7 @@ mod protocol;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
 
 use crate::body::{Chunk, ObjectBody};
 use crate::finding::{Finding, Status};

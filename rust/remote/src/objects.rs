@@ -18,7 +18,7 @@ pub struct ListedObject {
     pub modified: SystemTime,
 }
 
-/// A store of objects. Calls block. A call without an answer ends with [`RemoteError::Late`](undercroft_core::remote::RemoteError::Late), if the system can end the
+/// A store of objects. Calls block. A call without an answer ends with [`RemoteError::Late`](undercroft_contract::remote::RemoteError::Late), if the system can end the
 /// call: a call to a file system that hangs cannot be ended.
 ///
 /// Paths have lower-case letters, digits, `.`, `-` and `/`. The store adds its own prefix.

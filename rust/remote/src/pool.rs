@@ -6,14 +6,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use undercroft_core::arena::Arena;
-use undercroft_core::cipher::PayloadCipher;
-use undercroft_core::copy::Routine;
-use undercroft_core::io::Waker;
-use undercroft_core::panics::contained;
-use undercroft_core::remote::{
+use undercroft_contract::cipher::PayloadCipher;
+use undercroft_contract::panics::contained;
+use undercroft_contract::remote::{
     ObjectKey, RemoteCompletion, RemoteDone, RemoteError, RemoteRequest, RemoteStore,
 };
+use undercroft_io::Waker;
+use undercroft_io::arena::Arena;
+use undercroft_io::copy::Routine;
 
 use crate::body::ObjectBody;
 use crate::objects::Objects;

@@ -8,14 +8,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use rustix::io::Errno;
-use undercroft_core::arena::Arena;
-use undercroft_core::checksum::RunningChecksum;
-use undercroft_core::cipher::{PayloadCipher, SEAL_BYTES};
-use undercroft_core::copy::write_once;
-use undercroft_core::remote::segment::{SEGMENT_ALIGN, verify_as};
-use undercroft_core::remote::{
+use undercroft_contract::checksum::RunningChecksum;
+use undercroft_contract::cipher::{PayloadCipher, SEAL_BYTES};
+use undercroft_contract::remote::segment::{SEGMENT_ALIGN, verify_as};
+use undercroft_contract::remote::{
     ENCRYPTED_VERSION, Expected, REMOTE_VERSION, RemoteError, RemotePart,
 };
+use undercroft_io::arena::Arena;
+use undercroft_io::copy::write_once;
 
 use crate::renewals::{Copied, Renewals};
 use crate::sealed::{Unsealing, sealed};

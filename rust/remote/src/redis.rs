@@ -14,8 +14,8 @@ use redis::{
     ErrorKind, ExistenceCheck, FromRedisValue, RedisError, ServerErrorKind, SetExpiry, SetOptions,
     Value,
 };
-use undercroft_core::remote::RemoteError;
-use undercroft_core::remote::segment::SEGMENT_ALIGN;
+use undercroft_contract::remote::RemoteError;
+use undercroft_contract::remote::segment::SEGMENT_ALIGN;
 
 use crate::RemoteOptions;
 use crate::body::ObjectBody;

@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 
-use undercroft_core::arena::Arena;
-use undercroft_core::checksum::checksum;
-use undercroft_core::cipher::{Binding, PayloadCipher, SEAL_BYTES, close_seal, is_intact};
-use undercroft_core::remote::{
+use undercroft_contract::checksum::checksum;
+use undercroft_contract::cipher::{Binding, PayloadCipher, SEAL_BYTES, close_seal, is_intact};
+use undercroft_contract::remote::{
     ENCRYPTED_VERSION, Expected, RemoteError, RemotePart, SegmentHeader, SegmentPayload,
 };
-use undercroft_core::secret::{SecretBytes, clear};
+use undercroft_io::arena::Arena;
+use undercroft_io::secret::{SecretBytes, clear};
 
 use crate::store_error::{ObjectStoreError, Result, out_of_arena};
 

@@ -1,6 +1,6 @@
 //! Errors of stores, and their remedies.
 
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
 
 use crate::redact::redacted;
 
@@ -78,6 +78,6 @@ pub fn advice(kind: RemoteError) -> &'static str {
     }
 }
 
-pub(crate) fn out_of_arena(range: undercroft_core::arena::OutOfBounds) -> ObjectStoreError {
+pub(crate) fn out_of_arena(range: undercroft_io::arena::OutOfBounds) -> ObjectStoreError {
     ObjectStoreError::new(RemoteError::Unreachable, range)
 }

@@ -1,6 +1,6 @@
 //! The store of an engine whose environment is wrong: each call fails, with the reason and the remedy.
 
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
 
 use crate::body::ObjectBody;
 use crate::location::{Location, LocationError, Scheme};

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use undercroft_core::io::IO_ALIGN;
+use undercroft_contract::io::IO_ALIGN;
 
 use crate::content::{SECTOR, Token, sectors};
 

@@ -1,6 +1,6 @@
 //! IO requests in the trace of a failure.
 
-use undercroft_core::io::IoRequest;
+use undercroft_contract::io::IoRequest;
 
 /// A short text for a request.
 pub(crate) fn brief(request: &IoRequest) -> String {

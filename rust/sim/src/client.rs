@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use undercroft_core::embedded::EmbeddedSession;
-use undercroft_core::engine::SessionId;
-use undercroft_core::explain::{ExplainQuery, Reason};
-use undercroft_core::key::BlockHash;
-use undercroft_core::session::{
+use undercroft_contract::explain::{ExplainQuery, Reason};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::session::{
     Extent, LookupRequest, Priority, PromotionWait, SessionSpec, Step, Tokens, append_extents,
 };
+use undercroft_driver::EmbeddedSession;
+use undercroft_engine::SessionId;
 
 use crate::content::hash_of;
 use crate::model::HASH_BLOCK;

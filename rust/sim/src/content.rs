@@ -1,8 +1,8 @@
 //! The contents of payloads, with one word for each sector of 512 bytes.
 
-use undercroft_core::cipher::Binding;
-use undercroft_core::io::IoFault;
-use undercroft_core::key::BlockHash;
+use undercroft_contract::cipher::Binding;
+use undercroft_contract::io::IoFault;
+use undercroft_contract::key::BlockHash;
 
 use crate::random::mix;
 

@@ -3,10 +3,10 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use undercroft_core::cipher::SEAL_BYTES;
-use undercroft_core::disk::DeviceImage;
-use undercroft_core::disk::format::{PLACEHOLDER, RECORD_BYTES, Record, Superblock};
-use undercroft_core::io::{FileKind, IO_ALIGN};
+use undercroft_contract::cipher::SEAL_BYTES;
+use undercroft_contract::format::{PLACEHOLDER, RECORD_BYTES, Record, Superblock};
+use undercroft_contract::image::DeviceImage;
+use undercroft_contract::io::{FileKind, IO_ALIGN};
 
 use crate::content::{SECTOR, Token, sectors};
 use crate::random::Random;

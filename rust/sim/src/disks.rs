@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use undercroft_core::disk::DeviceImage;
-use undercroft_core::io::{FileKind, IO_ALIGN, IoCompletion, IoFault, IoRequest, SealedTransfer};
+use undercroft_contract::image::DeviceImage;
+use undercroft_contract::io::{
+    FileKind, IO_ALIGN, IoCompletion, IoFault, IoRequest, SealedTransfer,
+};
 
 use crate::arena::{Hand, SimArena};
 use crate::content::{SECTOR, Token, checksum, seal, sectors, unseal};

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use undercroft_core::metrics::Counters;
-use undercroft_core::session::{GiveUp, TransferEnd, TransferId};
+use undercroft_contract::session::{GiveUp, TransferEnd, TransferId};
+use undercroft_engine::metrics::Counters;
 
 use crate::content::hash_of;
 use crate::world::World;

@@ -3,12 +3,12 @@
 
 use std::collections::HashSet;
 
-use undercroft_core::forest::Tier;
-use undercroft_core::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
-use undercroft_core::key::BlockHash;
-use undercroft_core::metrics::Counters;
-use undercroft_core::namespace::GroupKind;
-use undercroft_core::session::Tokens;
+use undercroft_contract::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::GroupKind;
+use undercroft_contract::session::Tokens;
+use undercroft_contract::tier::Tier;
+use undercroft_engine::metrics::Counters;
 
 use crate::model::HASH_BLOCK;
 use crate::participants::{SimPin, SimPins, payload_named};

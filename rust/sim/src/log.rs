@@ -1,6 +1,6 @@
 //! The report of a run.
 
-use undercroft_core::checksum::RunningChecksum;
+use undercroft_contract::checksum::RunningChecksum;
 
 use crate::Stats;
 

@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 
 use crate::content::{PrefixKey, SavedPayload, extend};
 use crate::random::Random;

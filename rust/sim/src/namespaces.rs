@@ -4,9 +4,9 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use undercroft_core::error::RegisterError;
-use undercroft_core::key::NamespaceDigest;
-use undercroft_core::session::GiveUp;
+use undercroft_contract::error::RegisterError;
+use undercroft_contract::key::NamespaceDigest;
+use undercroft_contract::session::GiveUp;
 
 use crate::participants::SimClient;
 use crate::world::World;

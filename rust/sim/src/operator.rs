@@ -4,8 +4,8 @@
 
 use std::collections::HashSet;
 
-use undercroft_core::disk::DeviceImage;
-use undercroft_core::engine::{
+use undercroft_contract::image::DeviceImage;
+use undercroft_engine::{
     ClearOrder, ClearRefusal, ClearWhat, Cleared, Engine, EngineConfig, Held, ResizeOrder, Resized,
     Room, Started, TierSize,
 };

@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use undercroft_core::engine::SessionId;
-use undercroft_core::key::{BlockHash, NamespaceDigest};
-use undercroft_core::session::{
+use undercroft_contract::key::{BlockHash, NamespaceDigest};
+use undercroft_contract::session::{
     BlockEvent, BlockEvents, GiveUp, Session, Tokens, TransferEnd, TransferId,
 };
+use undercroft_engine::SessionId;
 
 use crate::content::{PrefixKey, SavedPayload, Token};
 

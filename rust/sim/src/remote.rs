@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use undercroft_core::remote::segment::SegmentHeader;
-use undercroft_core::remote::{
+use undercroft_contract::remote::segment::SegmentHeader;
+use undercroft_contract::remote::{
     ObjectKey, RemoteCompletion, RemoteConfig, RemoteDone, RemoteError, RemotePart, RemoteRequest,
     RemoteWrite,
 };

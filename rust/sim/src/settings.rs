@@ -1,9 +1,9 @@
 //! The configuration of a simulated world, drawn from its seed.
 
-use undercroft_core::engine::EngineConfig;
-use undercroft_core::policy::PolicyKind;
-use undercroft_core::remote::RemoteWrite;
-use undercroft_core::session::PromotionWait;
+use undercroft_contract::remote::RemoteWrite;
+use undercroft_contract::session::PromotionWait;
+use undercroft_engine::EngineConfig;
+use undercroft_engine::policy::PolicyKind;
 
 use crate::disks::DeviceFaults;
 use crate::model::Model;

@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::engine::Engine;
-use undercroft_core::work::Work;
+use undercroft_driver::EngineAccess;
+use undercroft_engine::Engine;
+use undercroft_engine::work::Work;
 
 /// Units of work that an entry of a simulated engine may do: its prompts have 24 hash blocks of at most three
 /// groups, and its pages at most 64 slots. Making room and giving a page its records are most of it, for each of up to

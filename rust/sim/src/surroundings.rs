@@ -3,11 +3,11 @@
 //! or are given up; stores are encrypted, and somebody rearranges their files; checksums take time, and bytes in the
 //! arena change.
 
-use undercroft_core::disk::Health;
-use undercroft_core::disk::format::{PLACEHOLDER, RECORD_BYTES, Record};
-use undercroft_core::engine::{EngineConfig, Room, Started};
-use undercroft_core::io::{ChecksumRequest, IoCompletion};
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::format::{PLACEHOLDER, RECORD_BYTES, Record};
+use undercroft_contract::io::{ChecksumRequest, IoCompletion};
+use undercroft_contract::remote::RemoteError;
+use undercroft_engine::disk::Health;
+use undercroft_engine::{EngineConfig, Room, Started};
 
 use crate::arena::Hand;
 use crate::content::{SECTOR, checksum, sectors};
@@ -233,9 +233,9 @@ impl World {
 
     /// Counts the directories that the engine has given up, but for the absent directories.
     pub(crate) fn count_given_up(&mut self) {
-        let health = self.engine.with(|engine| engine.health());
-        let failed = health.iter().enumerate().filter(|(device, (health, _))| {
-            matches!(health, Health::Failed { .. }) && !self.disks.absent.contains(device)
+        let devices = self.engine.with(|engine| engine.devices());
+        let failed = devices.iter().enumerate().filter(|(device, of)| {
+            matches!(of.health, Health::Failed { .. }) && !self.disks.absent.contains(device)
         });
         self.log.stats.given_up += failed.count() as u64;
     }

@@ -1,12 +1,12 @@
 //! The workers' copies between device and arena, which take time.
 
-use undercroft_core::engine::{SaveLimit, SaveProgress};
-use undercroft_core::key::HashSource;
-use undercroft_core::namespace::GroupKind;
-use undercroft_core::session::{
+use undercroft_contract::key::HashSource;
+use undercroft_contract::namespace::GroupKind;
+use undercroft_contract::session::{
     Extent, GiveUp, Load, Offer, Save as SaveAnswer, SaveEnd, SaveRefusal, SaveRequest,
     SessionToken, Sources, Tokens, TransferEnd, TransferId,
 };
+use undercroft_engine::{SaveLimit, SaveProgress};
 
 use crate::arena::Hand;
 use crate::content::{SECTOR, SavedPayload};

@@ -3,9 +3,9 @@
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
-use undercroft_core::engine::{Due, Engine, Room, Started};
-use undercroft_core::io::{ChecksumRequest, IoRequest};
-use undercroft_core::key::NamespaceDigest;
+use undercroft_contract::io::{ChecksumRequest, IoRequest};
+use undercroft_contract::key::NamespaceDigest;
+use undercroft_engine::{Due, Engine, Room, Started};
 
 use crate::arena::SimArena;
 use crate::brief::brief;

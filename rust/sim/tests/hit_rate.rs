@@ -4,10 +4,10 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
 
-use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 
 const TOKENS: u32 = 16;
 const MIB: u64 = 1 << 20;

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde::Serialize;
-use undercroft_core::arena::Arena;
-use undercroft_core::driver::EngineAccess;
+use undercroft_driver::EngineAccess;
+use undercroft_io::arena::Arena;
 
 use super::DiskBench;
 use super::load::{Reader, Writer, run};

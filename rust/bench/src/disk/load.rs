@@ -5,10 +5,10 @@ use std::collections::VecDeque;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::engine::Engine;
-use undercroft_core::key::BlockHash;
-use undercroft_core::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_driver::EngineAccess;
+use undercroft_engine::Engine;
 
 use crate::rig::{BLOCK_TOKENS, BenchError, PATIENCE, Rig, hash};
 

@@ -1,5 +1,5 @@
 //! The disk tier through the whole engine, checksums on, against the bare O_DIRECT loop of
-//! [`undercroft_core::io::raw`] at the same depth and block size, alternating in the same run.
+//! [`undercroft_io::raw`] at the same depth and block size, alternating in the same run.
 //!
 //! Both write and read the same places of the same file, and only where something was written before. The
 //! store is full, as it is for most of its life, and each new block takes the slot of an old one. On the
@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
-use undercroft_core::arena::{Arena, prefault_in_background};
-use undercroft_core::io::raw::{RawLoop, shuffled};
-use undercroft_core::io::{IoEngineChoice, open_file};
+use undercroft_io::arena::{Arena, prefault_in_background};
+use undercroft_io::raw::{RawLoop, shuffled};
+use undercroft_io::{IoEngineChoice, open_file};
 
 mod cold;
 mod load;

@@ -6,7 +6,7 @@ mod trace;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use undercroft_core::error::RegisterError;
+use undercroft_contract::error::RegisterError;
 
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
 pub use undercroft_host::replay::{Options, ReplayEngine};

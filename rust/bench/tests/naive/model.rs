@@ -2,7 +2,7 @@
 
 use rustc_hash::FxHashMap;
 use undercroft_bench::replay::{Counts, ReplayCache};
-use undercroft_core::policy::{Leaf, Policy, PolicyKind};
+use undercroft_engine::policy::{Leaf, Policy, PolicyKind};
 
 /// All blocks of a trace have one size.
 const SIZE_CLASS: u16 = 0;

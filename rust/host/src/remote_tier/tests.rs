@@ -1,12 +1,12 @@
 use std::path::Path;
 use std::time::Instant;
 
-use undercroft_core::embedded::EmbeddedSession;
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::session::{
     Lookup, LookupRequest, PromotionWait, Save, SaveRequest, Session, Tokens,
 };
+use undercroft_driver::EmbeddedSession;
 
 use super::*;
 use crate::config::{DiskCapacity, DiskConfig};

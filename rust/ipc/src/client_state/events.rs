@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use undercroft_core::session::BlockEvents;
+use undercroft_contract::session::BlockEvents;
 
 use super::ClientState;
 use crate::protocol::ClientMessage;

@@ -1,6 +1,6 @@
 //! Hints: sent to the server once, with the hashes that the server lacks.
 
-use undercroft_core::hint::{HintAnswer, HintRefusal, HintRequest};
+use undercroft_contract::hint::{HintAnswer, HintRefusal, HintRequest};
 
 use super::ClientState;
 use crate::protocol::{ClientMessage, HintMessage, append_with_hashes};

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use undercroft_core::explain::{Reason, Rest};
-use undercroft_core::key::HashSource;
-use undercroft_core::session::{Hit, Lookup, LookupRequest, Priority, Step, Tokens};
+use undercroft_contract::explain::{Reason, Rest};
+use undercroft_contract::key::HashSource;
+use undercroft_contract::session::{Hit, Lookup, LookupRequest, Priority, Step, Tokens};
 
 use super::{ClientRequest, ClientState, Polled, Stage};
 use crate::protocol::{

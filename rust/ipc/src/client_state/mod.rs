@@ -5,11 +5,11 @@ use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use undercroft_core::explain::Rest;
-use undercroft_core::hint::HintAnswer;
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::session::{
+use undercroft_contract::explain::Rest;
+use undercroft_contract::hint::HintAnswer;
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::NamespaceSpec;
+use undercroft_contract::session::{
     BlockEvents, Extent, Lookup, PromotionWait, SaveEnd, SaveGrant, SessionToken, Tokens,
     TransferId,
 };

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use undercroft_core::namespace::GroupKind;
-use undercroft_core::session::{
+use undercroft_contract::namespace::GroupKind;
+use undercroft_contract::session::{
     Extent, GiveUp, Load, Save, SaveGrant, SaveRequest, Sources, Tokens, TransferId,
 };
 

@@ -9,8 +9,8 @@ use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::{PeerCredentials, PeerPidfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use undercroft_core::fork::Unshared;
-use undercroft_core::session::SessionToken;
+use undercroft_contract::session::SessionToken;
+use undercroft_io::fork::Unshared;
 
 use crate::peer::is_quiet;
 

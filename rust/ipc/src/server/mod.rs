@@ -12,10 +12,10 @@ use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
-use undercroft_core::arena::Arena;
-use undercroft_core::driver::Driver;
-use undercroft_core::fork::Unshared;
-use undercroft_core::session::SessionToken;
+use undercroft_contract::session::SessionToken;
+use undercroft_driver::Driver;
+use undercroft_io::arena::Arena;
+use undercroft_io::fork::Unshared;
 
 use crate::descriptors::{self, Closer};
 use crate::socket_dir::{self, SocketError};

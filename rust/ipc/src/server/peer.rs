@@ -5,8 +5,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use undercroft_core::fork::Unshared;
-use undercroft_core::session::SessionToken;
+use undercroft_contract::session::SessionToken;
+use undercroft_io::fork::Unshared;
 
 use super::connection::{AccountId, End};
 use crate::budget::Budget;

@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use slotmap::SlotMap;
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::fork::Unshared;
-use undercroft_core::memory;
-use undercroft_core::session::{SessionSpec, SessionToken};
+use undercroft_contract::session::{SessionSpec, SessionToken};
+use undercroft_driver::EngineAccess;
+use undercroft_io::fork::Unshared;
+use undercroft_io::memory;
 
 use super::answers::{describe, hand_over};
 use super::connection::{ConnectionId, End, PAUSE};

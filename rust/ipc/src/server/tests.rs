@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use undercroft_core::arena::Arena;
-use undercroft_core::driver::Driver;
-use undercroft_core::engine::{Engine, EngineConfig};
-use undercroft_core::io::{IoEngineChoice, open_io_engine};
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{SessionToken, Tokens};
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::session::{SessionToken, Tokens};
+use undercroft_driver::Driver;
+use undercroft_engine::{Engine, EngineConfig};
+use undercroft_io::arena::Arena;
+use undercroft_io::{IoEngineChoice, open_io_engine};
 
 use super::connection::End;
 use super::service::{Service, Terms};

@@ -8,8 +8,8 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use undercroft_core::engine::ChainBytes;
-use undercroft_core::key::BlockHash;
+use undercroft_contract::key::BlockHash;
+use undercroft_engine::ChainBytes;
 
 /// Hash blocks between two marks of a chain. A prefix that two chains share counts up to its last mark.
 const STRIDE: usize = 16;

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::HintCursor;
-use undercroft_core::hint::{Hint, HintAnswer, HintRefusal, HintRequest, PIN_NAME_MAX};
+use undercroft_contract::hint::{Hint, HintAnswer, HintRefusal, HintRequest, PIN_NAME_MAX};
+use undercroft_driver::{Driver, EngineAccess};
+use undercroft_engine::HintCursor;
 
 use super::Violation;
 use super::job::{HintAsked, Then};

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::explain::Reason;
-use undercroft_core::session::Tokens;
+use undercroft_contract::explain::Reason;
+use undercroft_contract::session::Tokens;
+use undercroft_driver::{Driver, EngineAccess};
 
 use super::held::HeldChain;
 use super::job::FoundHit;

@@ -3,10 +3,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use undercroft_core::engine::HitExtents;
-use undercroft_core::explain::Rest;
-use undercroft_core::hint::Hint;
-use undercroft_core::session::{Extent, Offer, Tokens, TransferEnd, TransferId, append_extents};
+use undercroft_contract::explain::Rest;
+use undercroft_contract::hint::Hint;
+use undercroft_contract::session::{
+    Extent, Offer, Tokens, TransferEnd, TransferId, append_extents,
+};
+use undercroft_engine::HitExtents;
 
 /// Most hashes that one step copies.
 pub(super) const HASH_STEP: usize = 4096;

@@ -8,9 +8,9 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::{SessionId, SessionUsage};
-use undercroft_core::session::{SessionSpec, SessionToken, TransferEnd};
+use undercroft_contract::session::{SessionSpec, SessionToken, TransferEnd};
+use undercroft_driver::{Driver, EngineAccess};
+use undercroft_engine::{SessionId, SessionUsage};
 
 use crate::budget::Budget;
 use crate::frame::HEADER_BYTES;

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::{Engine, LookupCursor, SessionId};
-use undercroft_core::explain::Rest;
-use undercroft_core::key::BlockHash;
-use undercroft_core::session::{Lookup, LookupRequest, Priority, PromotionWait, Tokens};
+use undercroft_contract::explain::Rest;
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::session::{Lookup, LookupRequest, Priority, PromotionWait, Tokens};
+use undercroft_driver::{Driver, EngineAccess};
+use undercroft_engine::{Engine, LookupCursor, SessionId};
 
 use super::held::HeldChain;
 use super::job::{FoundHit, HIT_STEP};

@@ -1,8 +1,8 @@
 //! Resets of a session's client.
 
 use serde_json::json;
-use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::metrics::Order;
+use undercroft_driver::{Driver, EngineAccess};
+use undercroft_engine::metrics::Order;
 
 use super::Violation;
 use super::state::ServedSession;
@@ -57,12 +57,13 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use undercroft_core::arena::Arena;
-    use undercroft_core::engine::{ChainBytes, Engine, EngineConfig};
-    use undercroft_core::io::{IoEngineChoice, open_io_engine};
-    use undercroft_core::log::{self, Level};
-    use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-    use undercroft_core::session::SessionSpec;
+    use undercroft_contract::log;
+    use undercroft_contract::log::Level;
+    use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+    use undercroft_contract::session::SessionSpec;
+    use undercroft_engine::{ChainBytes, Engine, EngineConfig};
+    use undercroft_io::arena::Arena;
+    use undercroft_io::{IoEngineChoice, open_io_engine};
 
     use super::*;
     use crate::orders::Caller;

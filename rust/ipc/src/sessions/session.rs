@@ -7,11 +7,11 @@ use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::sync::Arc;
 
-use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::Engine;
-use undercroft_core::explain::Rest;
-use undercroft_core::key::BlockHash;
-use undercroft_core::session::{BlockEvents, GiveUp, Priority, Tokens, TransferEnd};
+use undercroft_contract::explain::Rest;
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::session::{BlockEvents, GiveUp, Priority, Tokens, TransferEnd};
+use undercroft_driver::{Driver, EngineAccess};
+use undercroft_engine::Engine;
 
 use super::Violation;
 use super::job::{HASH_STEP, HIT_STEP, HashJob, HitJob, Job, Then};

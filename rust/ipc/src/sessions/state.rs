@@ -3,8 +3,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use undercroft_core::engine::{ChainBytes, SessionId};
-use undercroft_core::session::TransferId;
+use undercroft_contract::session::TransferId;
+use undercroft_engine::{ChainBytes, SessionId};
 
 use super::held::{HeldChain, HeldChains};
 use super::job::Job;

@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::{SaveLimit, SaveProgress};
-use undercroft_core::session::{
+use undercroft_contract::session::{
     Extent, SaveEnd, SaveRefusal, SaveRequest, Tokens, TransferEnd, TransferId, append_extents,
 };
+use undercroft_driver::{Driver, EngineAccess};
+use undercroft_engine::{SaveLimit, SaveProgress};
 
 use super::Violation;
 use super::job::{Job, SAVE_STEP, SaveAsked, SaveJob, Then};

@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::session::{Lookup, LookupRequest, PromotionWait, SessionSpec, Sources, Step};
+use undercroft_contract::session::{
+    Lookup, LookupRequest, PromotionWait, SessionSpec, Sources, Step,
+};
+use undercroft_driver::EngineAccess;
 
 use crate::rig::{
     Implementation, PATIENCE, SessionRig, answer, full, hashes, hit, miss, shape, tokens, until,

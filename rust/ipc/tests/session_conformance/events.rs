@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 use std::time::Instant;
 
-use undercroft_core::key::BlockHash;
-use undercroft_core::session::{EventTier, Session};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::session::{EventTier, Session};
 
 use crate::rig::{ARENA_BLOCKS, Implementation, PATIENCE, SessionRig, full, hashes, until};
 

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::forest::Tier;
-use undercroft_core::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
-use undercroft_core::namespace::GroupKind;
-use undercroft_core::session::{Lookup, Session};
+use undercroft_contract::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
+use undercroft_contract::namespace::GroupKind;
+use undercroft_contract::session::{Lookup, Session};
+use undercroft_contract::tier::Tier;
+use undercroft_driver::EngineAccess;
 
 use crate::rig::{
     ARENA_BLOCKS, Implementation, SessionRig, full, hashes, hit, look_up, miss, tokens, until,

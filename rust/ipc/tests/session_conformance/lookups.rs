@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::explain::Reason;
-use undercroft_core::namespace::{GroupKind, NamespaceSpec};
-use undercroft_core::session::{
+use undercroft_contract::explain::Reason;
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
+use undercroft_contract::session::{
     Lookup, LookupRequest, Offer, Save, SaveRequest, SessionSpec, Tokens,
 };
+use undercroft_driver::EngineAccess;
 
 use crate::rig::{
     BLOCK, Implementation, PATIENCE, SessionRig, answer, full, hashes, hit, look_up, miss, shape,

@@ -1,4 +1,4 @@
-//! The contract of [`Session`](undercroft_core::session::Session), run on each of its implementations: a
+//! The contract of [`Session`](undercroft_contract::session::Session), run on each of its implementations: a
 //! session of an engine in this process, and a client of a server on a Unix socket.
 
 #![expect(clippy::unwrap_used, reason = "a failed step of a test fails the test")]

@@ -1,8 +1,8 @@
 //! Resets, which follow a change of the weights.
 
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::session::{GiveUp, SaveRequest};
+use undercroft_contract::namespace::NamespaceSpec;
+use undercroft_contract::session::{GiveUp, SaveRequest};
+use undercroft_driver::EngineAccess;
 
 use crate::rig::{
     Implementation, PATIENCE, SessionRig, full, grant, hashes, hit, look_up, miss, tokens, until,

@@ -5,19 +5,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use undercroft_core::arena::Arena;
-use undercroft_core::disk::open::{DirectoryLock, open};
-use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::embedded::EmbeddedSession;
-use undercroft_core::engine::{Engine, EngineConfig};
-use undercroft_core::io::fault::{FaultControl, FaultEngine};
-use undercroft_core::io::pool::ThreadPool;
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::session::{
     Extent, Hit, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, SessionSpec,
     SessionToken, Tokens,
 };
+use undercroft_driver::{Driver, EmbeddedSession, EngineAccess};
+use undercroft_engine::{Engine, EngineConfig};
+use undercroft_io::arena::Arena;
+use undercroft_io::disk::open::{DirectoryLock, open};
+use undercroft_io::fault::{FaultControl, FaultEngine};
+use undercroft_io::pool::ThreadPool;
 use undercroft_ipc::{
     Client, ClientConfig, ConnectionState, Served, Server, SocketLocation, StatsSource,
 };

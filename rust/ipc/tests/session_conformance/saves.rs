@@ -1,7 +1,7 @@
 //! Saves.
 
-use undercroft_core::namespace::GroupKind;
-use undercroft_core::session::{Offer, Save, SaveGrant, SaveRefusal, SaveRequest};
+use undercroft_contract::namespace::GroupKind;
+use undercroft_contract::session::{Offer, Save, SaveGrant, SaveRefusal, SaveRequest};
 
 use crate::rig::{
     ARENA_BLOCKS, BLOCK, Implementation, SessionRig, full, grant, hashes, hit, look_up, miss,

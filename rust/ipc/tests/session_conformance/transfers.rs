@@ -1,6 +1,6 @@
 //! Loads, and the ends of loads and saves.
 
-use undercroft_core::session::{LookupRequest, Sources, TransferId};
+use undercroft_contract::session::{LookupRequest, Sources, TransferId};
 
 use crate::rig::{
     Implementation, SessionRig, answer, full, hashes, hit, look_up, miss, shape, tokens,

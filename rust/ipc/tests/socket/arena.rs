@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit, setrlimit};
-use undercroft_core::arena::Arena;
-use undercroft_core::session::SessionToken;
+use undercroft_contract::session::SessionToken;
+use undercroft_io::arena::Arena;
 use undercroft_ipc::frame::{MAGIC, VERSION, arena_answer, attach_request};
 use undercroft_ipc::{AttachError, Server, attach};
 

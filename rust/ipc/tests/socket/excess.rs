@@ -4,9 +4,9 @@ use std::io::{ErrorKind, Write};
 use std::time::Duration;
 
 use rustix::net::{RecvFlags, recv};
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{LookupRequest, Priority, Save, SaveRequest, Session, Tokens};
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::session::{LookupRequest, Priority, Save, SaveRequest, Session, Tokens};
+use undercroft_driver::EngineAccess;
 use undercroft_ipc::protocol::{
     ClientMessage, HashRun, LookupAnswer, LookupMessage, OFFERS_MAX, SaveMessage, ServerMessage,
 };
@@ -313,7 +313,7 @@ fn a_client_that_stops_in_its_saves_leaves_slots_to_others() {
 }
 
 /// Saves a prompt, as a request that ends.
-fn save_all(raw: &mut Raw, request: u64, prompt: &[undercroft_core::key::BlockHash]) -> usize {
+fn save_all(raw: &mut Raw, request: u64, prompt: &[undercroft_contract::key::BlockHash]) -> usize {
     let saved = raw.save(request, request, prompt);
     raw.say(&ClientMessage::EndTransfer {
         transfer: request,
@@ -324,7 +324,7 @@ fn save_all(raw: &mut Raw, request: u64, prompt: &[undercroft_core::key::BlockHa
 }
 
 /// Blocks of the hit that a lookup is answered with; 0 for a miss.
-fn hit_blocks(raw: &mut Raw, request: u64, prompt: &[undercroft_core::key::BlockHash]) -> u32 {
+fn hit_blocks(raw: &mut Raw, request: u64, prompt: &[undercroft_contract::key::BlockHash]) -> u32 {
     raw.lookup(request, prompt);
     match raw.hear() {
         Some(ServerMessage::Answer {
@@ -513,7 +513,7 @@ fn a_first_message_that_is_too_long_and_too_many_offers_are_not_decoded() {
         ..spec()
     }));
     assert_eq!(raw.hear(), None);
-    let offer = undercroft_core::session::Offer {
+    let offer = undercroft_contract::session::Offer {
         group: 0,
         first_block: 0,
         end_block: 1,

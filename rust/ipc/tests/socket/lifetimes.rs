@@ -4,9 +4,9 @@ use std::io::Write;
 use std::net::Shutdown;
 
 use rustix::event::{PollFd, PollFlags, poll};
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::key::BlockHash;
-use undercroft_core::session::{Session, SessionToken, Tokens};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::session::{Session, SessionToken, Tokens};
+use undercroft_driver::EngineAccess;
 use undercroft_ipc::frame::attach_request;
 use undercroft_ipc::protocol::{
     ClientMessage, LeasedHit, LookupAnswer, SaveMessage, ServerMessage,

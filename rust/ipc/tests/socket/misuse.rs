@@ -2,9 +2,9 @@
 
 use std::io::Write;
 
-use undercroft_core::hint::Hint;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{Offer, Priority, Step, Tokens};
+use undercroft_contract::hint::Hint;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::session::{Offer, Priority, Step, Tokens};
 use undercroft_ipc::frame::{BODY_BYTES_MAX, FrameKind, Header};
 use undercroft_ipc::protocol::{
     ClientMessage, HashRun, HintMessage, LookupMessage, SaveMessage, ServerMessage,

@@ -4,8 +4,8 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use undercroft_core::key::BlockHash;
-use undercroft_core::session::{ArenaOffset, Priority, SessionToken, Tokens};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::session::{ArenaOffset, Priority, SessionToken, Tokens};
 use undercroft_ipc::frame;
 use undercroft_ipc::protocol::{ClientMessage, HashRun, LookupMessage, SaveMessage, ServerMessage};
 

@@ -4,14 +4,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use undercroft_core::arena::Arena;
-use undercroft_core::disk::open::{DirectoryLock, open};
-use undercroft_core::driver::{Driver, EngineAccess};
-use undercroft_core::engine::{Engine, EngineConfig};
-use undercroft_core::io::{IoEngineChoice, open_io_engine};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{LookupRequest, Save, SaveRequest, Session, SessionToken, Tokens};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::session::{
+    LookupRequest, Save, SaveRequest, Session, SessionToken, Tokens,
+};
+use undercroft_driver::{Driver, EngineAccess};
+use undercroft_engine::{Engine, EngineConfig};
+use undercroft_io::arena::Arena;
+use undercroft_io::disk::open::{DirectoryLock, open};
+use undercroft_io::{IoEngineChoice, open_io_engine};
 use undercroft_ipc::{Client, ClientConfig, Served, Server, SocketLocation};
 
 pub(crate) const PAYLOAD: u32 = 4096;

@@ -1,9 +1,11 @@
 //! Lookups, loads and saves through a server.
 
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::explain::ExplainQuery;
-use undercroft_core::key::BlockHash;
-use undercroft_core::session::{Load, LookupRequest, Save, SaveRequest, Session, Sources, Tokens};
+use undercroft_contract::explain::ExplainQuery;
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::session::{
+    Load, LookupRequest, Save, SaveRequest, Session, Sources, Tokens,
+};
+use undercroft_driver::EngineAccess;
 use undercroft_ipc::{ConnectionState, OperatorHint, OperatorRequest, operate};
 
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, lookup, save, until};

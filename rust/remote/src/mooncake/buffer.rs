@@ -3,8 +3,8 @@
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
-use undercroft_core::arena::{ARENA_ALIGN, Arena};
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
+use undercroft_io::arena::{ARENA_ALIGN, Arena};
 
 use crate::store_error::{ObjectStoreError, Result};
 

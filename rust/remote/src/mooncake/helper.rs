@@ -17,8 +17,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockE
 use std::time::{Duration, Instant};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use undercroft_core::fork::Unshared;
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
+use undercroft_io::fork::Unshared;
 
 use super::buffer::SharedRange;
 use super::protocol::{Answer, HelperStart, Numbered, Request};
@@ -350,7 +350,7 @@ fn thread(work: impl FnOnce() + Send + 'static) -> Result<()> {
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 
-    use undercroft_core::arena::{ARENA_ALIGN, Arena};
+    use undercroft_io::arena::{ARENA_ALIGN, Arena};
 
     use super::*;
 

@@ -1,7 +1,7 @@
 //! The protocol of the core and its helper: lines of JSON. Each request has a number, which its answer repeats.
 
 use serde::{Deserialize, Serialize};
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
 
 use crate::store_error::{ObjectStoreError, Result};
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, RedisError, RedisResult, Value};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
-use undercroft_core::fork::Unshared;
+use undercroft_io::fork::Unshared;
 
 use super::address::{Address, STALL};
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use redis::{Cmd, RedisResult, ServerError, ServerErrorKind, Value};
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
 
 use super::address::{Address, STALL};
 use super::connection::{Access, LIST, RedisConnection};

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use undercroft_core::remote::{ObjectKey, RemoteDone, RemoteError, RemoteRequest};
+use undercroft_contract::remote::{ObjectKey, RemoteDone, RemoteError, RemoteRequest};
 use undercroft_remote::{ListedObject, ObjectBody};
 
 use crate::rig::{LENS, Rig, Segment};
@@ -168,8 +168,8 @@ pub(crate) fn every_request_of_many_ends_once(mut rig: Rig) {
 struct SegmentOf<'a>(&'a Segment, &'a Segment);
 
 impl SegmentOf<'_> {
-    fn described(&self) -> undercroft_core::remote::SegmentHeader {
-        undercroft_core::remote::SegmentHeader {
+    fn described(&self) -> undercroft_contract::remote::SegmentHeader {
+        undercroft_contract::remote::SegmentHeader {
             described: self.0.header.described.clone(),
             checksums: self.1.header.checksums.clone(),
         }

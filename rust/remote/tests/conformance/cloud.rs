@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
 use undercroft_remote::{Location, ObjectBody, RemoteOptions, StoreHealth};
 
 use crate::child::{child, url_of_parent};

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use undercroft_core::remote::{RemoteDone, RemoteError};
+use undercroft_contract::remote::{RemoteDone, RemoteError};
 
 use crate::child::free_port;
 use crate::rig::{Rig, Segment};

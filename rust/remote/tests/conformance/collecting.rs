@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
 use undercroft_remote::gc::{GcReport, Limits, collect};
 use undercroft_remote::{
     ListedObject, Location, ObjectBody, Objects, Receiver, RemoteOptions, Result,

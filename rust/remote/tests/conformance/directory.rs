@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, SystemTime};
 
-use undercroft_core::remote::{RemoteDone, RemoteError};
+use undercroft_contract::remote::{RemoteDone, RemoteError};
 use undercroft_remote::measure::measure;
 use undercroft_remote::{Location, ObjectBody, Objects, RemoteOptions, StoreHealth};
 

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use undercroft_cipher::{AesGcm, Keys};
-use undercroft_core::cipher::PayloadCipher;
-use undercroft_core::remote::{RemoteDone, RemoteError, RemoteRequest, SegmentHeader};
+use undercroft_contract::cipher::PayloadCipher;
+use undercroft_contract::remote::{RemoteDone, RemoteError, RemoteRequest, SegmentHeader};
 use undercroft_remote::{Location, ObjectBody, Objects, RemoteOptions};
 
 use crate::rig::{Rig, Segment};

@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
 use undercroft_remote::{Location, ObjectBody, Objects, Receiver, RemoteOptions, set_python};
 
 use crate::child::child;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use undercroft_core::remote::{RemoteDone, RemoteError};
+use undercroft_contract::remote::{RemoteDone, RemoteError};
 
 use crate::child::{child, url_of_parent};
 use crate::proxy::{Fault, Proxy};
@@ -62,7 +62,7 @@ fn is_slow_or_damaged(proxy: &Proxy, rig: &mut Rig, segment: &Segment) {
 
 #[cfg(feature = "redis")]
 mod redis {
-    use undercroft_core::remote::RemoteRequest;
+    use undercroft_contract::remote::RemoteRequest;
     use undercroft_remote::{ObjectBody, StoreHealth};
 
     use super::*;

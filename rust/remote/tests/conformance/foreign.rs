@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, SystemTime};
 
-use undercroft_core::key::{BlockHash, NamespaceDigest};
-use undercroft_core::remote::ObjectKey;
+use undercroft_contract::key::{BlockHash, NamespaceDigest};
+use undercroft_contract::remote::ObjectKey;
 use undercroft_remote::contents::contents;
 use undercroft_remote::gc::{GcReport, Limits, collect};
 use undercroft_remote::{Location, ObjectBody, Objects, RemoteOptions};

@@ -12,7 +12,7 @@ mod wire;
 
 use std::time::{Duration, Instant};
 
-use undercroft_core::remote::{RemoteDone, RemoteRequest};
+use undercroft_contract::remote::{RemoteDone, RemoteRequest};
 use undercroft_remote::check::check;
 
 use crate::rig::{Rig, Segment};

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use undercroft_core::remote::{RemoteDone, RemoteError};
+use undercroft_contract::remote::{RemoteDone, RemoteError};
 use undercroft_remote::check::check;
 use undercroft_remote::finding::Status;
 use undercroft_remote::{Location, RemoteOptions, StoreHealth, set_python};

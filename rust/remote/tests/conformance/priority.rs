@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Condvar, Mutex};
 
-use undercroft_core::remote::{RemoteDone, RemoteError, RemoteRequest};
+use undercroft_contract::remote::{RemoteDone, RemoteError, RemoteRequest};
 use undercroft_remote::{ListedObject, ObjectBody, Objects, Receiver, Result};
 
 use crate::rig::{Rig, Segment};

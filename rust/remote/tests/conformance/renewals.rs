@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use undercroft_core::remote::{RemoteDone, RemoteError};
+use undercroft_contract::remote::{RemoteDone, RemoteError};
 use undercroft_remote::{Location, ObjectBody};
 
 use crate::fakes::{HANGS, Server, URL, of_child, with_server};

@@ -5,15 +5,15 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use undercroft_core::arena::{ARENA_ALIGN, Arena};
-use undercroft_core::checksum::checksum;
-use undercroft_core::cipher::PayloadCipher;
-use undercroft_core::io::{Wake, Waker};
-use undercroft_core::key::{BlockHash, NamespaceDigest};
-use undercroft_core::remote::{
+use undercroft_contract::checksum::checksum;
+use undercroft_contract::cipher::PayloadCipher;
+use undercroft_contract::key::{BlockHash, NamespaceDigest};
+use undercroft_contract::remote::{
     Expected, ObjectKey, RemoteCompletion, RemoteDone, RemoteError, RemotePart, RemoteRequest,
     RemoteStore, SegmentHeader, SegmentPayload,
 };
+use undercroft_io::arena::{ARENA_ALIGN, Arena};
+use undercroft_io::{Wake, Waker};
 use undercroft_remote::{Location, Objects, RemoteOptions, RequestPool};
 
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use undercroft_core::remote::RemoteError;
+use undercroft_contract::remote::RemoteError;
 use undercroft_remote::StoreHealth;
 
 use crate::child::{child, free_port, url_of_parent};

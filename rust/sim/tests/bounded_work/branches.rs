@@ -1,8 +1,8 @@
 //! Any number of branches below a block that arrives late: their nodes become visible in steps.
 
-use undercroft_core::engine::{Engine, SessionId};
-use undercroft_core::key::BlockHash;
-use undercroft_core::session::{SaveRequest, Tokens};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::session::{SaveRequest, Tokens};
+use undercroft_engine::{Engine, SessionId};
 
 use crate::rig::{self, Rig, chain, hash, namespace};
 

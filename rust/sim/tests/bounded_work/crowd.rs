@@ -1,8 +1,8 @@
 //! Saves of one model evict the payloads of another model, for all sizes, and only while the saves continue.
 
-use undercroft_core::engine::SessionId;
-use undercroft_core::namespace::{GroupKind, NamespaceSpec};
-use undercroft_core::session::Offer;
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
+use undercroft_contract::session::Offer;
+use undercroft_engine::SessionId;
 
 use crate::rig::{self, Rig, chain, hybrid, namespace};
 

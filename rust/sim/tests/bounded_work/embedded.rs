@@ -3,11 +3,10 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use undercroft_core::driver::EngineAccess;
-use undercroft_core::embedded::EmbeddedSession;
-use undercroft_core::engine::Engine;
-use undercroft_core::session::{Save, SaveRequest, Session, SessionSpec, Tokens};
-use undercroft_core::work::Work;
+use undercroft_contract::session::{Save, SaveRequest, Session, SessionSpec, Tokens};
+use undercroft_driver::{EmbeddedSession, EngineAccess};
+use undercroft_engine::Engine;
+use undercroft_engine::work::Work;
 
 use crate::rig::{BLOCK, UNITS, UNITS_PER_BLOCK, chain, config, namespace};
 

@@ -11,17 +11,17 @@ mod rig;
 mod states;
 
 use rig::{Fault, Rig, chain, hash, hybrid, namespace};
-use undercroft_core::engine::{ClearOrder, ClearWhat, Due, ResizeOrder, SessionId};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, NamespaceSpec};
-use undercroft_core::session::{Offer, SessionSpec};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
+use undercroft_contract::session::{Offer, SessionSpec};
+use undercroft_engine::{ClearOrder, ClearWhat, Due, ResizeOrder, SessionId};
 
 /// Many times as many blocks as one entry may visit.
 const BLOCKS: u64 = 40_000;
 const CHAIN: u64 = 200;
 
 /// A rig with `BLOCKS` blocks on disk, as chains.
-fn full() -> (Rig, undercroft_core::engine::SessionId) {
+fn full() -> (Rig, undercroft_engine::SessionId) {
     let mut rig = Rig::new(2 * CHAIN, BLOCKS + BLOCKS / 8);
     let session = rig.open(namespace("model"));
     for at in 0..BLOCKS / CHAIN {

@@ -1,7 +1,7 @@
 //! Nodes that are written again because nodes below them are on disk.
 
-use undercroft_core::engine::{Room, Started};
-use undercroft_core::io::{IoCompletion, IoFault};
+use undercroft_contract::io::{IoCompletion, IoFault};
+use undercroft_engine::{Room, Started};
 
 use crate::rig::{Rig, chain, namespace};
 

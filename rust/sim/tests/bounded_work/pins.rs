@@ -1,9 +1,9 @@
 //! Hints to an engine with thousands of pins.
 
-use undercroft_core::engine::SessionId;
-use undercroft_core::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
-use undercroft_core::key::BlockHash;
-use undercroft_core::session::Tokens;
+use undercroft_contract::hint::{Hint, HintAnswer, HintRefusal, HintRequest};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::session::Tokens;
+use undercroft_engine::SessionId;
 
 use crate::rig::{BLOCK, Rig, chain, hash, namespace};
 

@@ -1,14 +1,14 @@
 //! An engine over devices that keep tables and no payloads. The rig counts the work of each entry of the engine.
 
-use undercroft_core::disk::DeviceImage;
-use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Due, Engine, EngineConfig, LookupCursor, Room, SessionId, Started};
-use undercroft_core::io::{FileKind, IoCompletion, IoFault, IoRequest};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{LookupRequest, Offer, SaveRequest, Tokens};
-use undercroft_core::slots::page_bytes_for;
-use undercroft_core::work::Work;
+use undercroft_contract::format::Superblock;
+use undercroft_contract::image::DeviceImage;
+use undercroft_contract::io::{FileKind, IoCompletion, IoFault, IoRequest};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::pages::page_bytes_for;
+use undercroft_contract::session::{LookupRequest, Offer, SaveRequest, Tokens};
+use undercroft_engine::work::Work;
+use undercroft_engine::{Due, Engine, EngineConfig, LookupCursor, Room, SessionId, Started};
 
 /// Units of work that an entry may do, however many blocks the engine holds.
 pub(crate) const UNITS: u64 = 2_000;

@@ -1,9 +1,9 @@
 //! A model of states alone: thousands of blocks without a payload lead to one state.
 
-use undercroft_core::engine::SessionId;
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, NamespaceSpec};
-use undercroft_core::session::Offer;
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
+use undercroft_contract::session::Offer;
+use undercroft_engine::SessionId;
 
 use crate::rig::{self, Rig, chain, namespace};
 

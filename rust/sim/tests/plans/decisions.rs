@@ -1,7 +1,7 @@
 //! Single decisions on devices of one rate, after the planner has learned it.
 
-use undercroft_core::namespace::GroupKind;
-use undercroft_core::session::{LookupRequest, Step, Tokens};
+use undercroft_contract::namespace::GroupKind;
+use undercroft_contract::session::{LookupRequest, Step, Tokens};
 
 use super::disk::{Device, Random, SECOND};
 use super::{BLOCK, BlockHash, CHUNK, Compute, Life, POLL, Sums};

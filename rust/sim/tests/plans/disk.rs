@@ -1,10 +1,10 @@
 //! A directory that keeps tables and no payloads, and whose reads take time. Its rate changes, other processes use it,
 //! and it hangs now and then.
 
-use undercroft_core::disk::DeviceImage;
-use undercroft_core::disk::format::Superblock;
-use undercroft_core::io::{FileKind, IoRequest};
-use undercroft_core::slots::page_bytes_for;
+use undercroft_contract::format::Superblock;
+use undercroft_contract::image::DeviceImage;
+use undercroft_contract::io::{FileKind, IoRequest};
+use undercroft_contract::pages::page_bytes_for;
 
 pub(crate) const SECOND: u64 = 1_000_000_000;
 

@@ -13,11 +13,11 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use disk::{Device, Files, Random, SECOND};
-use undercroft_core::engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
-use undercroft_core::io::{IoCompletion, IoRequest};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::session::{LookupRequest, PromotionWait, SaveRequest, Step, Tokens};
+use undercroft_contract::io::{IoCompletion, IoRequest};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::session::{LookupRequest, PromotionWait, SaveRequest, Step, Tokens};
+use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 
 const BLOCK: u32 = 128;
 const PAYLOAD: u32 = 1 << 20;

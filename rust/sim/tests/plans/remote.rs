@@ -1,9 +1,9 @@
 //! Planned waits for a remote store that has some of the prompts, at a rate around break-even.
 
-use undercroft_core::engine::{Engine, EngineConfig, Room, SessionId, Started};
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::remote::{RemoteConfig, RemoteWrite};
-use undercroft_core::session::{LookupRequest, PromotionWait, Step, Tokens};
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::remote::{RemoteConfig, RemoteWrite};
+use undercroft_contract::session::{LookupRequest, PromotionWait, Step, Tokens};
+use undercroft_engine::{Engine, EngineConfig, Room, SessionId, Started};
 
 use super::disk::{Random, SECOND};
 use super::store::Store;
@@ -302,7 +302,7 @@ fn a_store_that_is_slower_than_computing_is_not_waited_for() {
     assert!(hits.iter().all(|&hit| hit == 0), "{hits:?}");
     assert!(last < 1.06, "{last} times computing");
     let counters = *life.engine.counters();
-    let decisions = |of: &undercroft_core::metrics::Counters| {
+    let decisions = |of: &undercroft_engine::metrics::Counters| {
         of.remote_plans_compute_faster + of.remote_plans_compute_measure
     };
     assert!(

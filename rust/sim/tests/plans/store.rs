@@ -2,8 +2,8 @@
 
 use std::collections::HashSet;
 
-use undercroft_core::key::BlockHash;
-use undercroft_core::remote::{RemoteCompletion, RemoteDone, RemoteError, RemoteRequest};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::remote::{RemoteCompletion, RemoteDone, RemoteError, RemoteRequest};
 
 use super::disk::{Random, SECOND};
 

@@ -2,10 +2,10 @@
 
 use std::collections::HashSet;
 
-use undercroft_core::engine::SessionId;
-use undercroft_core::key::BlockHash;
-use undercroft_core::remote::RemoteWrite;
-use undercroft_core::session::EventTier;
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::remote::RemoteWrite;
+use undercroft_contract::session::EventTier;
+use undercroft_engine::SessionId;
 
 use crate::rig::{BLOCK, Host, Random, SLOT, chain, config};
 use crate::store::Objects;

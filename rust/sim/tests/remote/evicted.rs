@@ -1,7 +1,7 @@
 //! Objects that the store has evicted although a host remembers them.
 
-use undercroft_core::session::LookupRequest;
-use undercroft_core::work::Work;
+use undercroft_contract::session::LookupRequest;
+use undercroft_engine::work::Work;
 
 use crate::rig::{BLOCK, Random, chain, config};
 use crate::store::Objects;

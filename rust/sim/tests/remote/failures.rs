@@ -1,7 +1,7 @@
 //! Stores that lose, change and delay objects, and that do not answer.
 
-use undercroft_core::remote::RemoteConfig;
-use undercroft_core::session::{LookupRequest, PromotionWait, Tokens};
+use undercroft_contract::remote::RemoteConfig;
+use undercroft_contract::session::{LookupRequest, PromotionWait, Tokens};
 
 use crate::rig::{BLOCK, MILLISECOND, Random, SECOND, SLOT, chain, config};
 use crate::{computed, host};
@@ -114,8 +114,8 @@ fn objects_that_are_not_what_their_names_say_are_misses_and_are_replaced() {
 
 /// The objects of another model for the same block hashes, front to back.
 fn rename(
-    config: &undercroft_core::engine::EngineConfig,
-    hashes: &[undercroft_core::key::BlockHash],
+    config: &undercroft_engine::EngineConfig,
+    hashes: &[undercroft_contract::key::BlockHash],
 ) -> Vec<Vec<u8>> {
     let (mut objects, mut random) = (crate::store::Objects::default(), Random(1));
     let (mut writer, _) = host(config.clone());
@@ -205,7 +205,7 @@ fn a_wait_ends_when_a_quarter_of_the_computing_is_lost() {
     config.promotion_wait = PromotionWait::Planned;
     config.min_load_tokens = None;
     let (mut reader, session) = host(config);
-    let step = undercroft_core::session::Step {
+    let step = undercroft_contract::session::Step {
         tokens: 1024,
         positions: 512 * 1024,
         decodes: 0,

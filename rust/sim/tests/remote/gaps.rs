@@ -1,11 +1,11 @@
 //! Objects for blocks whose payloads were evicted for another size class: their nodes stay in the index only for the
 //! sake of blocks below, which no lookup reaches any more.
 
-use undercroft_core::engine::{Engine, SessionId};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::NamespaceSpec;
-use undercroft_core::remote::RemoteWrite;
-use undercroft_core::session::{LookupRequest, Offer, SaveRefusal, SaveRequest, Tokens};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::NamespaceSpec;
+use undercroft_contract::remote::RemoteWrite;
+use undercroft_contract::session::{LookupRequest, Offer, SaveRefusal, SaveRequest, Tokens};
+use undercroft_engine::{Engine, SessionId};
 
 use crate::rig::{BLOCK, Host, Random, SLOT, chain, config, model};
 use crate::store::Objects;

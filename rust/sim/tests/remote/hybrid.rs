@@ -1,10 +1,10 @@
 //! Models with windows and states: a hit ends only at a boundary whose objects are all in the store.
 
-use undercroft_core::engine::{EngineConfig, SessionId};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::GroupKind;
-use undercroft_core::remote::RemoteWrite;
-use undercroft_core::session::{LookupRequest, Tokens};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::GroupKind;
+use undercroft_contract::remote::RemoteWrite;
+use undercroft_contract::session::{LookupRequest, Tokens};
+use undercroft_engine::{EngineConfig, SessionId};
 
 use crate::rig::{BLOCK, Host, MILLISECOND, Random, assert_complete, chain, config, model, offers};
 use crate::store::{Connection, Objects};

@@ -1,18 +1,19 @@
 //! Whole lives from a seed: two hosts and one store, with all faults in any order.
 
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::GroupKind;
+use undercroft_contract::remote::RemoteWrite;
+use undercroft_contract::session::{
+    Extent, Load, Lookup, LookupRequest, PromotionWait, SaveRequest, Step, Tokens, TransferId,
+};
+use undercroft_engine::policy::PolicyKind;
+use undercroft_engine::{Due, EngineConfig, SessionId};
+
 use crate::FULL;
 use crate::rig::{
     BLOCK, Host, MILLISECOND, Random, SECOND, SLOT, assert_complete, chain, config, model, offers,
 };
 use crate::store::{Connection, Faults, Objects};
-use undercroft_core::engine::{Due, EngineConfig, SessionId};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::GroupKind;
-use undercroft_core::policy::PolicyKind;
-use undercroft_core::remote::RemoteWrite;
-use undercroft_core::session::{
-    Extent, Load, Lookup, LookupRequest, PromotionWait, SaveRequest, Step, Tokens, TransferId,
-};
 
 /// The groups of each model.
 const MODELS: [&[GroupKind]; 4] = [

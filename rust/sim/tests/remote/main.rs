@@ -14,11 +14,11 @@ mod store;
 
 use rig::{BLOCK, Host, Random, chain, config, model};
 use store::{Connection, Objects};
-use undercroft_core::engine::{EngineConfig, SessionId};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::GroupKind;
-use undercroft_core::remote::RemoteWrite;
-use undercroft_core::session::{LookupRequest, Priority, SaveRequest, SessionSpec, Tokens};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::GroupKind;
+use undercroft_contract::remote::RemoteWrite;
+use undercroft_contract::session::{LookupRequest, Priority, SaveRequest, SessionSpec, Tokens};
+use undercroft_engine::{EngineConfig, SessionId};
 
 pub(crate) const FULL: &[GroupKind] = &[GroupKind::Full];
 pub(crate) const MODEL: (u64, u64) = (1, 0);

@@ -1,6 +1,6 @@
 //! Resets while objects are on their way: nothing of the description's weights reaches a session that was reset.
 
-use undercroft_core::session::LookupRequest;
+use undercroft_contract::session::LookupRequest;
 
 use crate::rig::{BLOCK, Random, chain, config, model};
 use crate::{FULL, MODEL, computed, host};

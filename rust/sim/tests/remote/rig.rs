@@ -2,19 +2,22 @@
 
 use std::collections::{HashMap, HashSet};
 
+use undercroft_contract::format::Superblock;
+use undercroft_contract::image::DeviceImage;
+use undercroft_contract::io::{IoCompletion, IoRequest};
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::pages::page_bytes_for;
+use undercroft_contract::remote::RemoteConfig;
+use undercroft_contract::session::{
+    Extent, Load, Lookup, LookupRequest, Offer, SaveRequest, Tokens,
+};
+use undercroft_engine::policy::PolicyKind;
+use undercroft_engine::work::Work;
+use undercroft_engine::{Engine, EngineConfig, Room, SessionId, Started};
+use undercroft_io::arena::Arena;
+
 use crate::store::{Connection, Objects};
-use undercroft_core::arena::Arena;
-use undercroft_core::disk::DeviceImage;
-use undercroft_core::disk::format::Superblock;
-use undercroft_core::engine::{Engine, EngineConfig, Room, SessionId, Started};
-use undercroft_core::io::{IoCompletion, IoRequest};
-use undercroft_core::key::BlockHash;
-use undercroft_core::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_core::policy::PolicyKind;
-use undercroft_core::remote::RemoteConfig;
-use undercroft_core::session::{Extent, Load, Lookup, LookupRequest, Offer, SaveRequest, Tokens};
-use undercroft_core::slots::page_bytes_for;
-use undercroft_core::work::Work;
 
 pub(crate) const BLOCK: u32 = 16;
 pub(crate) const PAYLOAD: u32 = 4000;

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use undercroft_core::arena::Arena;
-use undercroft_core::checksum::checksum;
-use undercroft_core::remote::segment::{SEGMENT_ALIGN, verify};
-use undercroft_core::remote::{
+use undercroft_contract::checksum::checksum;
+use undercroft_contract::remote::segment::{SEGMENT_ALIGN, verify};
+use undercroft_contract::remote::{
     Expected, RemoteCompletion, RemoteDone, RemoteError, RemotePart, RemoteRequest,
 };
+use undercroft_io::arena::Arena;
 
 use crate::rig::Random;
 

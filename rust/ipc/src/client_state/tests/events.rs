@@ -1,6 +1,6 @@
 //! Events of a server's tiers, and a server that is lost.
 
-use undercroft_core::session::{BlockEvent, BlockEvents, EventTier};
+use undercroft_contract::session::{BlockEvent, BlockEvents, EventTier};
 
 use super::*;
 

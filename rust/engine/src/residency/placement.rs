@@ -1,0 +1,590 @@
+//! Room for new payloads: which namespaces fit, which blocks the policies admit, and which payloads are evicted when a
+//! region is full, or when they have been unused for long.
+//!
+//! A leaf is evicted with all its payloads. A node above other payloads of the tier loses only its optional
+//! payloads: blocks that have left their window, and states between boundaries.
+
+use smallvec::SmallVec;
+use undercroft_contract::error::RegisterError;
+use undercroft_contract::image::DeviceImage;
+use undercroft_contract::key::BlockHash;
+use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::pages::{capacity_for_payload, region_for};
+use undercroft_contract::tier::Tier;
+
+use crate::disk::Disk;
+use crate::forest::{
+    DeviceIndex, DiskState, Evictability, HostState, NONE, NodeId, NsId, Payload, Touch, Uses,
+};
+use crate::metrics::Counters;
+use crate::policy::{Leaf, Policy, PolicyKind};
+use crate::slots::Class;
+use crate::work;
+
+use super::slots::Loss;
+use super::state::{Geometry, Region, Residency, new_policy};
+
+/// Size classes of one node's payloads. Each lease needs them, so the usual few take no allocation.
+type Classes = SmallVec<[Class; 4]>;
+
+impl Residency {
+    /// Size classes of the node's payloads for which `wanted` holds, each class once.
+    fn classes_where(
+        &self,
+        id: NodeId,
+        tier: Tier,
+        wanted: impl Fn(u8, &Payload) -> bool,
+    ) -> Classes {
+        let (node, region) = (self.node(id), self.region(id, tier));
+        let mut classes = Classes::new();
+        for (group, payload) in (0u8..).zip(node.payloads()) {
+            if !wanted(group, &payload) {
+                continue;
+            }
+            let class = self.class(id, region, group);
+            if !classes.contains(&class) {
+                classes.push(class);
+            }
+        }
+        classes
+    }
+
+    /// Size classes in which a node is a candidate of a tier's policy, by its present evictability.
+    pub(super) fn candidate_classes(
+        &self,
+        id: NodeId,
+        tier: Tier,
+        evictability: Evictability,
+    ) -> Classes {
+        let node = self.node(id);
+        match evictability {
+            Evictability::Kept => Classes::new(),
+            Evictability::Leaf => self.classes_where(id, tier, |_, payload| payload.has_slot(tier)),
+            Evictability::OptionalPayloads => self.classes_where(id, tier, |group, payload| {
+                !node.requires(group) && payload.is_readable(tier)
+            }),
+        }
+    }
+
+    fn candidates(&mut self, id: NodeId, tier: Tier, evictability: Evictability) -> &mut Policy {
+        let region = self.region(id, tier);
+        let policies = self.policies(region);
+        match evictability {
+            Evictability::OptionalPayloads => &mut policies.optional,
+            Evictability::Leaf | Evictability::Kept => &mut policies.leaves,
+        }
+    }
+
+    /// Removes a node from the candidates of both tiers. Called before a change of anything that
+    /// [`Residency::evictability`] depends on.
+    pub(super) fn withdraw(&mut self, id: NodeId) {
+        self.withdraw_from(id, Tier::Host);
+        self.withdraw_from(id, Tier::Disk);
+    }
+
+    fn withdraw_from(&mut self, id: NodeId, tier: Tier) {
+        let node = self.node(id);
+        let (evictability, last) = (node.evictability(tier), node.touch().last);
+        if evictability == Evictability::Kept {
+            return;
+        }
+        let classes = self.candidate_classes(id, tier, evictability);
+        let policy = self.candidates(id, tier, evictability);
+        for class in classes {
+            let found = policy.remove_leaf(class, id, last);
+            assert!(
+                found,
+                "node {id} is a candidate that the policy does not know"
+            );
+        }
+        let mut node = self.forest.node_mut(id);
+        node.set_evictability(tier, Evictability::Kept);
+    }
+
+    /// Which of a node's payloads of a tier may be evicted.
+    pub(super) fn evictability(&self, id: NodeId, tier: Tier) -> Evictability {
+        let node = self.node(id);
+        if node.is_detached() || node.uses().pins > 0 || node.uses().holds > 0 {
+            return Evictability::Kept;
+        }
+        let (mut last_copy, mut optional) = (false, false);
+        for (group, payload) in (0u8..).zip(node.payloads()) {
+            if payload.is_in_flight() {
+                return Evictability::Kept;
+            }
+            if node.requires(group) {
+                last_copy |= match tier {
+                    Tier::Host => payload.disk != DiskState::Present,
+                    Tier::Disk => payload.host != HostState::Present,
+                };
+            } else {
+                optional |= payload.is_readable(tier);
+            }
+        }
+        let is_leaf = node.slots(tier) > 0
+            && node.active_children(tier) == 0
+            // A child in the other tier needs the last copy of its parent's payload.
+            && (!last_copy || node.children() == 0);
+        if is_leaf {
+            Evictability::Leaf
+        } else if optional {
+            Evictability::OptionalPayloads
+        } else {
+            Evictability::Kept
+        }
+    }
+
+    /// Adds a node to the candidates of both tiers, or removes it, by its present evictability.
+    pub(crate) fn refresh(&mut self, id: NodeId) {
+        for tier in Tier::ALL {
+            let evictability = self.evictability(id, tier);
+            if self.node(id).evictability(tier) == evictability {
+                continue;
+            }
+            self.withdraw_from(id, tier);
+            if evictability == Evictability::Kept {
+                continue;
+            }
+            let classes = self.candidate_classes(id, tier, evictability);
+            let mut node = self.forest.node_mut(id);
+            node.set_evictability(tier, evictability);
+            let leaf = Leaf {
+                node: id,
+                last: node.touch().last,
+                hit_class: node.touch().hit_class,
+            };
+            let policy = self.candidates(id, tier, evictability);
+            for class in classes {
+                policy.insert_leaf(class, leaf);
+            }
+        }
+    }
+
+    /// Makes room in a region for one slot of a size class, or more. False if nothing may be evicted, or if the caller
+    /// `waits` for a run of pages that is being emptied for the class.
+    ///
+    /// Space moves between models by use: the class's own first candidate is evicted, unless a run of other
+    /// classes' pages is worth less.
+    pub(super) fn make_room(
+        &mut self,
+        region: Region,
+        class: Class,
+        waits: bool,
+        counters: &mut Counters,
+    ) -> bool {
+        let own = self.victim(region, class);
+        let has_room = self.take_run(region, class, own, counters)
+            || !(waits && self.is_emptying_for(region, class))
+                && self.evict_own(region, class, counters);
+        self.note_refusal(region, class, !has_room);
+        has_room
+    }
+
+    /// Evicts the next candidate of a size class. False if there is none: the candidate may have been evicted with the
+    /// payloads of a run.
+    fn evict_own(&mut self, region: Region, class: Class, counters: &mut Counters) -> bool {
+        let own = self.victim(region, class);
+        if let Some(own) = own {
+            self.evict(own.node, region.tier(), counters);
+        }
+        own.is_some()
+    }
+
+    pub(super) fn victim(&mut self, region: Region, class: Class) -> Option<Leaf> {
+        let tick = self.tick;
+        self.policies(region).victim(class, tick)
+    }
+
+    /// Whether a node is a leaf of the arena that may be evicted.
+    pub(super) fn is_host_leaf(&self, id: NodeId) -> bool {
+        self.node(id).evictability(Tier::Host) == Evictability::Leaf
+    }
+
+    /// Evicts a candidate's payloads of a tier, as far as they may be evicted.
+    pub(super) fn evict(&mut self, id: NodeId, tier: Tier, counters: &mut Counters) {
+        work::eviction();
+        let (parent, last) = (self.parent(id), self.node(id).touch().last);
+        let evictability = self.node(id).evictability(tier);
+        assert_ne!(
+            evictability,
+            Evictability::Kept,
+            "node {id} is evicted and no candidate"
+        );
+        let is_leaf = evictability == Evictability::Leaf;
+        self.evict_payloads(id, tier, is_leaf, counters);
+        if is_leaf && let Some(parent) = parent {
+            self.inherit_touch(parent, tier, last);
+        }
+        self.reconcile(id);
+    }
+
+    /// Evicts the payloads that a node has in the arena although it is leased, if it would be a leaf without that lease.
+    /// Returns whether it was.
+    pub(super) fn evict_leased(&mut self, id: NodeId, counters: &mut Counters) -> bool {
+        let once = Uses {
+            pins: 1,
+            ..Uses::default()
+        };
+        if id == NONE || self.node(id).uses() != once || self.node(id).slots(Tier::Host) == 0 {
+            return false;
+        }
+        // The save below needs the node.
+        let is_written = |(group, payload): (u8, Payload)| {
+            !payload.is_in_flight()
+                && (payload.disk == DiskState::Present || !self.node(id).requires(group))
+        };
+        let node = self.node(id);
+        if node.is_detached()
+            || node.active_children(Tier::Host) > 0
+            || !(0u8..).zip(node.payloads()).all(is_written)
+        {
+            return false;
+        }
+        let (parent, last) = (self.parent(id), node.touch().last);
+        self.evict_payloads(id, Tier::Host, true, counters);
+        if let Some(parent) = parent {
+            self.inherit_touch(parent, Tier::Host, last);
+        }
+        true
+    }
+
+    /// Under LRU a hit touches only its deepest block: when this block is evicted, its parent inherits the touch.
+    pub(super) fn inherit_touch(&mut self, parent: NodeId, tier: Tier, last: u64) {
+        let leaves = &self.policies(self.region(parent, tier)).leaves;
+        if leaves.touches_every_block() || self.node(parent).touch().last >= last {
+            return;
+        }
+        self.withdraw(parent);
+        self.forest.node_mut(parent).set_last(last);
+        self.refresh(parent);
+    }
+
+    fn evict_payloads(&mut self, id: NodeId, tier: Tier, all: bool, counters: &mut Counters) {
+        for group in self.node(id).groups() {
+            let node = self.node(id);
+            if !all && node.requires(group) || !node.payload(group).is_readable(tier) {
+                continue;
+            }
+            self.evict_payload((id, group), tier, counters);
+        }
+    }
+
+    /// Evicts a payload from a tier, and counts that.
+    pub(super) fn evict_payload(
+        &mut self,
+        (id, group): (NodeId, u8),
+        tier: Tier,
+        counters: &mut Counters,
+    ) {
+        match tier {
+            Tier::Host => {
+                counters.host_evictions += 1;
+                self.free_host(id, group, Loss::Evicted);
+            }
+            Tier::Disk => {
+                counters.disk_evictions += 1;
+                self.free_disk(id, group, Loss::Evicted);
+            }
+        }
+    }
+}
+
+impl Residency {
+    /// The size classes of a namespace's payloads in every region.
+    ///
+    /// # Errors
+    /// If a payload does not fit a page of a region.
+    pub(crate) fn fit(&mut self, spec: NamespaceSpec) -> Result<Geometry, RegisterError> {
+        let mut host_class = Vec::new();
+        let mut disk_class = vec![Vec::new(); self.disks.len()];
+        for (index, group) in spec.groups.iter().enumerate() {
+            if group.kind == GroupKind::Ignored {
+                host_class.push(None);
+                disk_class.iter_mut().for_each(|classes| classes.push(None));
+                continue;
+            }
+            let payload_bytes = u64::from(group.payload_bytes);
+            let too_large = |region, page_bytes, option, needed| RegisterError::PayloadTooLarge {
+                group: index,
+                payload_bytes,
+                region,
+                page_bytes,
+                option,
+                needed,
+            };
+            let class = self.host.class_for(payload_bytes);
+            if class.is_none() {
+                let page_bytes = self.host.page_bytes();
+                let needed = region_for(payload_bytes);
+                return Err(too_large("the arena", page_bytes, "host_memory", needed));
+            }
+            host_class.push(class);
+            for (disk, classes) in self.disks.iter_mut().zip(&mut disk_class) {
+                let class = disk.class_for(payload_bytes);
+                // A directory that could not be opened yet has no pages, and takes no payloads.
+                if class.is_none() && !disk.is_absent() {
+                    let page_bytes = disk.slots().page_bytes();
+                    let needed = capacity_for_payload(disk.sealed_bytes(payload_bytes));
+                    return Err(too_large(
+                        "the data file",
+                        page_bytes,
+                        "disk_capacity",
+                        needed,
+                    ));
+                }
+                classes.push(class);
+            }
+        }
+        Ok(Geometry {
+            spec,
+            host_class,
+            disk_class,
+            leaving: None,
+        })
+    }
+
+    /// Adds the slots of a directory that was absent. A namespace whose payloads do not fit the directory's pages
+    /// is not written there.
+    pub(crate) fn open_disk(
+        &mut self,
+        device: DeviceIndex,
+        image: &DeviceImage,
+        kind: PolicyKind,
+        seed: u64,
+    ) {
+        let disk = &mut self.disks[device.index()];
+        assert!(disk.is_absent(), "directory {device:?} is opened once");
+        *disk = Disk::new(image, new_policy(kind, image.capacity, seed), Vec::new());
+        for geometry in &mut self.geometry {
+            let groups = geometry.spec.groups.iter();
+            let class = |group: &GroupSpec| match group.kind {
+                GroupKind::Ignored => None,
+                _ => disk.class_for(u64::from(group.payload_bytes)),
+            };
+            geometry.disk_class[device.index()] = groups.map(class).collect();
+        }
+    }
+
+    /// Adds a namespace.
+    pub(crate) fn add_namespace(&mut self, geometry: Geometry) -> NsId {
+        let ns = self.forest.add_namespace(geometry.spec.has_full());
+        assert_eq!(
+            usize::from(ns),
+            self.geometry.len(),
+            "one geometry for each namespace"
+        );
+        self.geometry.push(geometry);
+        ns
+    }
+
+    /// Gives the index of a namespace without nodes to another namespace.
+    pub(crate) fn replace_namespace(&mut self, ns: NsId, geometry: Geometry) {
+        self.forest.replace_namespace(ns, geometry.spec.has_full());
+        // The last nodes of the old namespace may have been freed before the removal reached them.
+        self.forget_removal(ns);
+        self.geometry[usize::from(ns)] = geometry;
+    }
+
+    /// Size class of a group's payloads on a directory; `None` for an ignored or unknown group.
+    pub(super) fn class_on_disk(
+        &self,
+        ns: NsId,
+        device: DeviceIndex,
+        group: usize,
+    ) -> Option<Class> {
+        self.geometry[usize::from(ns)].class(Region::Disk(device), group)
+    }
+
+    /// Size class of a node's payload in a region.
+    pub(super) fn class(&self, id: NodeId, region: Region, group: u8) -> Class {
+        self.geometry[usize::from(self.node(id).ns)]
+            .class(region, usize::from(group))
+            .expect("an ignored group has no payloads")
+    }
+
+    /// Bytes of the slot of a node's payload in the arena.
+    pub(crate) fn slot_bytes(&self, id: NodeId, group: u8) -> u64 {
+        self.host.slot_bytes(self.class(id, Region::Host, group))
+    }
+
+    /// Bytes of the smallest slot of a namespace's payloads in the arena.
+    pub(crate) fn least_slot_bytes(&self, ns: NsId) -> u64 {
+        let classes = self.geometry[usize::from(ns)].host_class.iter().flatten();
+        let bytes = classes.map(|&class| self.host.slot_bytes(class));
+        bytes
+            .min()
+            .expect("a namespace has a group that is not ignored")
+    }
+
+    /// Bytes of the slot of a node's payload on disk.
+    pub(crate) fn disk_slot_bytes(&self, id: NodeId, group: u8) -> u64 {
+        let region = Region::Disk(self.node(id).device);
+        self.slots(region).slot_bytes(self.class(id, region, group))
+    }
+
+    /// Slot bytes in the arena of several payloads.
+    pub(crate) fn slot_bytes_of(&self, payloads: &[(NodeId, u8)]) -> u64 {
+        let slots = payloads.iter();
+        slots.map(|&(id, group)| self.slot_bytes(id, group)).sum()
+    }
+
+    /// Blocks of all groups that end after the depths `after`, one for each group, up to `depth`.
+    pub(crate) fn blocks_of(&self, ns: NsId, depth: u32, after: &[u32]) -> u64 {
+        self.counts(ns, depth, after).map(|(_, count)| count).sum()
+    }
+
+    /// Slot bytes in the arena of the blocks that [`Residency::blocks_of`] counts.
+    pub(crate) fn bytes_of(&self, ns: NsId, depth: u32, after: &[u32]) -> u64 {
+        let classes = &self.geometry[usize::from(ns)].host_class;
+        let bytes = |(group, count): (usize, u64)| {
+            classes[group].map_or(0, |class| self.host.slot_bytes(class)) * count
+        };
+        self.counts(ns, depth, after).map(bytes).sum()
+    }
+
+    fn counts<'a>(
+        &'a self,
+        ns: NsId,
+        depth: u32,
+        after: &'a [u32],
+    ) -> impl Iterator<Item = (usize, u64)> + 'a {
+        let spec = self.spec(ns);
+        let groups = after.iter().enumerate();
+        let used = groups.filter(|&(group, _)| spec.groups[group].kind != GroupKind::Ignored);
+        used.map(move |(group, &after)| {
+            let hash_blocks = spec.hash_blocks(group);
+            let count = (depth / hash_blocks).saturating_sub(after / hash_blocks);
+            (group, u64::from(count))
+        })
+    }
+
+    /// Bytes of a node's payload.
+    pub(crate) fn payload_bytes(&self, id: NodeId, group: u8) -> u32 {
+        self.spec_of(id).groups[usize::from(group)].payload_bytes
+    }
+}
+
+impl Residency {
+    /// Offers a block that is in no tier to the policies. Returns the hit class with which the block enters.
+    pub(crate) fn offer_block(&mut self, fingerprint: u64) -> u8 {
+        let tick = self.tick;
+        let mut hit_class = self.host_policies.leaves.on_offer(fingerprint, tick);
+        for disk in &mut self.disks {
+            hit_class = hit_class.max(disk.policies.leaves.on_offer(fingerprint, tick));
+        }
+        hit_class
+    }
+
+    /// Lets the policy of the arena remember a block that was offered and is not saved.
+    pub(crate) fn refuse_block(&mut self, fingerprint: u64, hit_class: u8) {
+        let policy = &mut self.host_policies.leaves;
+        policy.on_refuse(fingerprint, hit_class, self.tick);
+    }
+
+    /// Whether a region is full and its policy keeps every leaf of a new payload's size class.
+    pub(crate) fn refuses_new(
+        &mut self,
+        id: NodeId,
+        group: u8,
+        region: Region,
+        hit_class: u8,
+    ) -> bool {
+        let (class, tick) = (self.class(id, region, group), self.tick);
+        self.slots(region).is_full(class) && self.policies(region).refuses(class, hit_class, tick)
+    }
+
+    /// Adds a block below `parent` (`NONE`: a root), without payloads.
+    pub(crate) fn insert(
+        &mut self,
+        ns: NsId,
+        parent: NodeId,
+        hash: BlockHash,
+        hit_class: u8,
+    ) -> NodeId {
+        let depth = self.forest.depth(parent) + 1;
+        let spec = self.spec(ns);
+        let (groups, required) = (spec.groups.len(), spec.required(depth));
+        let id = self.forest.insert(ns, parent, hash, groups, required);
+        self.forest.node_mut(id).set_touch(Touch {
+            last: self.tick,
+            hit_class,
+        });
+        if required == 0 {
+            // Nothing has to be copied for this block: it is visible once its parent is, and there is nothing to write.
+            let reach = self.reach(id);
+            self.forest.node_mut(id).set_reach(reach);
+        }
+        if parent != NONE {
+            // The child needs the last copy of its parent's payload.
+            self.refresh(parent);
+        }
+        id
+    }
+}
+
+/// The cost of an eviction, in nodes that are looked at.
+const EVICTION_STEPS: usize = 16;
+
+/// The progress of the search over all nodes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UnusedCursor {
+    /// Payloads whose last use was at this tick or before are evicted.
+    last: u64,
+    next: NodeId,
+    /// The parent of a node that was evicted, and the parent's epoch: the parent may be a leaf now.
+    above: Option<(NodeId, u32)>,
+}
+
+impl UnusedCursor {
+    pub(crate) fn new(last: u64) -> Self {
+        Self {
+            last,
+            next: 0,
+            above: None,
+        }
+    }
+
+    pub(crate) fn last(&self) -> u64 {
+        self.last
+    }
+}
+
+impl Residency {
+    /// Looks at `steps` nodes more, and evicts from disk the leaves among them that have been unused for too long.
+    /// Returns whether there are more nodes.
+    pub(crate) fn evict_unused(
+        &mut self,
+        cursor: &mut UnusedCursor,
+        steps: usize,
+        counters: &mut Counters,
+    ) -> bool {
+        let mut left = steps;
+        while left > 0 {
+            work::node();
+            left -= 1;
+            let above = cursor.above.take();
+            let above = above.filter(|&(id, epoch)| self.forest.is_live(id, epoch));
+            let id = above.map_or(cursor.next, |(id, _)| id);
+            if id as usize >= self.forest.ids_given() {
+                return false;
+            }
+            cursor.next += u32::from(above.is_none());
+            if !self.is_unused_since(id, cursor.last) {
+                continue;
+            }
+            left = left.saturating_sub(EVICTION_STEPS);
+            let parent = self.parent(id);
+            cursor.above = parent.map(|parent| (parent, self.node(parent).epoch));
+            self.evict(id, Tier::Disk, counters);
+        }
+        true
+    }
+
+    /// Whether a node is a leaf on disk that may be evicted, and that no request has used since a tick.
+    fn is_unused_since(&self, id: NodeId, tick: u64) -> bool {
+        self.forest.is_used(id) && {
+            let node = self.node(id);
+            node.evictability(Tier::Disk) == Evictability::Leaf && node.touch().last <= tick
+        }
+    }
+}
