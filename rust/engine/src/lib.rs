@@ -70,9 +70,9 @@ pub use ids::SessionId;
 pub use lookup_cursor::LookupCursor;
 pub use residency::{Moves, TierSize};
 pub use save_cursor::{Granted, SaveLimit, SaveProgress, Transfer};
-#[cfg(feature = "check")]
-pub use verbs::Held;
 pub use verbs::{
     ChainBytes, Drained, Due, Engine, HitExtents, OperationCount, Recovery, ResizeOrder,
     ResizeRefusal, Resized, Room, SessionUsage, Started,
 };
+#[cfg(feature = "check")]
+pub use verbs::{EngineView, Held};

@@ -100,7 +100,10 @@ fn ask(
     while engine.lookup(session, request).is_pending() {
         settle(engine, read);
     }
-    let explained = engine.explained(session, request.request).unwrap();
+    let explained = engine
+        .inspect()
+        .explained(session, request.request)
+        .unwrap();
     engine.finish_request(session, request.request);
     explained
 }
@@ -290,14 +293,14 @@ fn what_is_on_disk_and_not_read_has_its_own_reasons() {
     while engine.lookup(session, &held).is_pending() {
         settle(&mut engine, Ok(0));
     }
-    let told = engine.explained(session, "held").unwrap();
+    let told = engine.inspect().explained(session, "held").unwrap();
     assert_eq!(
         (told.rest.reason, told.disk_tokens),
         (Reason::Complete, 8 * SIZE)
     );
     // A payload that fails again and again is lost in the end; a payload whose load failed is not offered again.
     let load = engine.begin_load(session, "held", Tokens(0), Tokens(8 * SIZE));
-    assert!(engine.explained(session, "held").unwrap().loaded);
+    assert!(engine.inspect().explained(session, "held").unwrap().loaded);
     engine.end_transfer(load.unwrap().id, false);
     let told = ask(&mut engine, session, &held, Ok(0));
     assert_eq!(told.rest.reason, Reason::LoadFailed);
@@ -362,18 +365,18 @@ fn a_prefetch_is_no_answer_unless_its_client_takes_it_for_one() {
     let unknown = prompt(2, 4);
     let request = LookupRequest::new("r", &unknown).priority(Priority::Prefetch);
     engine.lookup(session, &request);
-    assert_eq!(engine.explained(session, "r"), None);
+    assert_eq!(engine.inspect().explained(session, "r"), None);
     let served = SessionSpec {
         leases_prefetches: true,
         ..spec("one", GroupKind::Full).into()
     };
     let served = engine.open_session(served).unwrap();
     engine.lookup(served, &request);
-    let told = engine.explained(served, "r").unwrap();
+    let told = engine.inspect().explained(served, "r").unwrap();
     assert_eq!(told.rest.reason, Reason::NeverSeen);
     // The lookup of a hint is no request's.
     let of_hint = LookupRequest::new("\0hint 1", &unknown).prefetch();
     engine.lookup(served, &of_hint);
-    assert_eq!(engine.explained(served, "\0hint 1"), None);
+    assert_eq!(engine.inspect().explained(served, "\0hint 1"), None);
     assert_eq!(engine.counters().misses_never_seen, 1);
 }

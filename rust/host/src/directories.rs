@@ -276,10 +276,8 @@ mod tests {
     }
 
     fn blocks(engine: &RunningEngine) -> Vec<u64> {
-        let driver = engine.driver();
-        driver
-            .read(|engine| engine.disk_blocks_by_device())
-            .unwrap()
+        let devices = engine.driver().read(|engine| engine.devices()).unwrap();
+        devices.iter().map(|device| device.blocks).collect()
     }
 
     #[test]

@@ -90,9 +90,9 @@ impl RunningEngine {
         };
         let mut engine = Engine::new(config);
         let recovery = engine.attach_disks(images);
-        for (state, blocks) in states.iter_mut().zip(engine.disk_blocks_by_device()) {
+        for (state, of) in states.iter_mut().zip(engine.devices()) {
             if let DirectoryState::Open(directory) = state {
-                directory.blocks_recovered = blocks;
+                directory.blocks_recovered = of.blocks;
             }
         }
         let driver = Arc::new(Driver::start(engine, io).map_err(HostError::Io)?);

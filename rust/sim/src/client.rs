@@ -254,7 +254,9 @@ impl World {
         let entered = pending.map(|_| self.engine.with(|engine| engine.lookup(id, &question)));
         let answer = of.session.lookup(&question);
         let name = state.name.clone();
-        let awaits_objects = self.engine.with(|engine| engine.awaits_objects(id, &name));
+        let awaits_objects = self
+            .engine
+            .with(|engine| engine.inspect().awaits_objects(id, &name));
         if let (Some(pending), Some(entered)) = (pending, entered) {
             // A lookup that waits for the remote store reads the index again, and so finds blocks that others have
             // saved since. This does not change whether it is pending.
@@ -474,7 +476,9 @@ impl World {
         let of = &self.sessions[session];
         let state = &of.requests[request];
         let name = &state.name;
-        let told = self.engine.with(|engine| engine.explained(of.id, name));
+        let told = self
+            .engine
+            .with(|engine| engine.inspect().explained(of.id, name));
         let Some(told) = told else {
             // Other entries have replaced it.
             let is_short = self.settings.engine.explained_lookups < DEPARTURES;

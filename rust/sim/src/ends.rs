@@ -115,7 +115,7 @@ impl World {
             if ended {
                 return Ok(());
             }
-            self.engine.with(|engine| engine.check())?;
+            self.engine.with(|engine| engine.inspect().check())?;
             match self.random.below(6) {
                 0 => self.start_io()?,
                 1 => self.end_io()?,

@@ -87,7 +87,9 @@ impl World {
             .collect();
         let hashes = &of.requests[request].hashes[..(tokens.0 / HASH_BLOCK) as usize];
         let chain: HashSet<BlockHash> = hashes.iter().copied().collect();
-        let there = self.engine.uncounted(|engine| engine.announced(of.id));
+        let there = self
+            .engine
+            .uncounted(|engine| engine.inspect().announced(of.id));
         let kept = there
             .iter()
             .filter(|event| is_full[usize::from(event.group)] && chain.contains(&event.hash));
@@ -118,7 +120,9 @@ impl World {
             let Some(of) = sessions.find(|of| of.namespace == pin.namespace) else {
                 continue;
             };
-            let there = self.engine.uncounted(|engine| engine.announced(of.id));
+            let there = self
+                .engine
+                .uncounted(|engine| engine.inspect().announced(of.id));
             let there: HashSet<_> = there
                 .iter()
                 .map(|event| (event.hash, event.group))
@@ -187,8 +191,8 @@ impl World {
             }
             let client = &self.sessions[session];
             let there = self.engine.uncounted(|engine| {
-                let mut there = engine.announced(client.id);
-                there.extend(engine.announced_remote(client.id));
+                let mut there = engine.inspect().announced(client.id);
+                there.extend(engine.inspect().announced_remote(client.id));
                 there
             });
             let there: HashSet<_> = there.iter().map(payload_named).collect();

@@ -17,7 +17,7 @@ pub(crate) type Known = HashMap<NamespaceDigest, bool>;
 impl World {
     pub(crate) fn known_namespaces(&self) -> Known {
         self.engine.with(|engine| {
-            let shared = engine.shared_namespaces();
+            let shared = engine.inspect().shared_namespaces();
             shared.map(|(digest, kept)| (*digest, kept)).collect()
         })
     }

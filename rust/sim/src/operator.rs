@@ -145,7 +145,9 @@ impl World {
             self.history.saved.retain(|&(of, _, _)| of != namespace);
             self.pins.forget(namespace);
             for of in self.sessions.iter().filter(|of| of.namespace == namespace) {
-                let there = self.engine.uncounted(|engine| engine.announced(of.id));
+                let there = self
+                    .engine
+                    .uncounted(|engine| engine.inspect().announced(of.id));
                 if let Some(left) = there.first() {
                     return Err(format!("{left:?} is there after a clear"));
                 }
@@ -178,7 +180,9 @@ impl World {
                 return Ok(());
             }
             for of in &self.sessions {
-                let there = self.engine.uncounted(|engine| engine.announced(of.id));
+                let there = self
+                    .engine
+                    .uncounted(|engine| engine.inspect().announced(of.id));
                 if let Some(left) = there.first() {
                     return Err(format!("{left:?} is there, and said to be cleared"));
                 }
@@ -213,7 +217,12 @@ fn found(config: &EngineConfig, images: Vec<DeviceImage>) -> HashSet<PayloadName
     config.remote = None;
     let mut engine = Engine::new(config);
     engine.attach_disks(images);
-    engine.held().into_iter().map(|held| held.payload).collect()
+    engine
+        .inspect()
+        .held()
+        .into_iter()
+        .map(|held| held.payload)
+        .collect()
 }
 
 impl World {
@@ -244,7 +253,7 @@ impl World {
     }
 
     fn held(&self) -> Vec<Held> {
-        self.engine.uncounted(|engine| engine.held())
+        self.engine.uncounted(|engine| engine.inspect().held())
     }
 
     /// The promise of an order that selects all blocks, or all blocks of some namespaces.

@@ -161,7 +161,9 @@ impl World {
             .with(|engine| engine.complete(IoCompletion { token, result }));
         let mut sectors = (0..sectors(len) as u64).map(|sector| arena_offset + sector * SECTOR);
         if sectors.any(|at| self.arena.has_changed(at)) {
-            let payloads = self.engine.uncounted(|engine| engine.guarded_payloads());
+            let payloads = self
+                .engine
+                .uncounted(|engine| engine.inspect().guarded_payloads());
             if payloads.iter().any(|&(offset, _)| offset == arena_offset) {
                 return Err(format!(
                     "the payload at {arena_offset} is kept, although it was found to have changed"
@@ -173,7 +175,9 @@ impl World {
 
     /// Flips a bit of a payload in the arena, if there is a payload whose change the engine can detect.
     pub(crate) fn change_a_payload(&mut self) {
-        let payloads = self.engine.uncounted(|engine| engine.guarded_payloads());
+        let payloads = self
+            .engine
+            .uncounted(|engine| engine.inspect().guarded_payloads());
         if payloads.is_empty() {
             return;
         }

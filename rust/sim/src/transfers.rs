@@ -255,7 +255,7 @@ impl World {
             if let Some(end) = ended {
                 return Ok(((!all.is_empty()).then_some((transfer, all)), end));
             }
-            self.engine.with(|engine| engine.check())?;
+            self.engine.with(|engine| engine.inspect().check())?;
             if self.random.chance(300) {
                 self.saving.push(session);
                 self.others_step()?;

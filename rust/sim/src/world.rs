@@ -414,7 +414,7 @@ impl World {
             return Err("a lookup was given up although its device delivers".to_owned());
         }
         self.check_ends(&counters)?;
-        self.engine.uncounted(|engine| engine.check())?;
+        self.engine.uncounted(|engine| engine.inspect().check())?;
         let most = self.engine.most_work();
         self.log.stats.most_units = self.log.stats.most_units.max(most.units());
         if most.units() > UNITS_MAX {
@@ -566,7 +566,8 @@ impl World {
         let sound = self.settings.faults.is_none() && !expires && !self.settings.tenants;
         let on_disk = self.engine.with(|engine| engine.gauges().disk_blocks);
         if sound {
-            self.history.left_on_disk = Some(self.engine.with(|engine| engine.durable_blocks()));
+            self.history.left_on_disk =
+                Some(self.engine.with(|engine| engine.inspect().durable_blocks()));
         }
         self.note_kept();
         let stored: usize = self.models.iter().map(|model| model.stored.len()).sum();

@@ -259,6 +259,12 @@ impl<'a> Open<'a> {
 }
 
 impl Rig {
+    /// Payloads on each device.
+    pub(crate) fn blocks(&self) -> Vec<u64> {
+        let devices = self.engine.devices();
+        devices.iter().map(|device| device.blocks).collect()
+    }
+
     /// Lets time pass.
     pub(crate) fn pass(&mut self, ns: u64) {
         self.now_ns += ns;

@@ -120,7 +120,7 @@ fn space_moves_between_models_by_use() {
             "{model:?}: {recent:?}"
         );
     }
-    assert_eq!(rig.engine.shared_namespaces().count(), 4);
+    assert_eq!(rig.engine.inspect().shared_namespaces().count(), 4);
 }
 
 /// One block of a model in a session of its own, as each restart of a client has it; how many blocks
@@ -152,7 +152,7 @@ fn a_directory_never_stops_remembering() {
                 assert_eq!(visit(&mut rig, &model(last)), 0);
                 last += 1;
             }
-            assert!(rig.engine.shared_namespaces().count() <= 1024);
+            assert!(rig.engine.inspect().shared_namespaces().count() <= 1024);
             drop(rig);
             let mut rig = Open::new(&dirs).plain();
             assert_eq!(visit(&mut rig, &model(last - 1)), 1, "identity {last}");
@@ -281,7 +281,7 @@ fn a_directory_that_fails_takes_only_its_own_blocks_with_it() {
         let (prompts, len) = (40, 10);
         let mut rig = Open::new(&dirs).with(io, Direct);
         (0..prompts).for_each(|prompt| rig.save(prompt, len));
-        let spread = rig.engine.disk_blocks_by_device();
+        let spread = rig.blocks();
         assert!(spread.iter().all(|&blocks| blocks > 100), "{spread:?}");
         drop(rig);
         let broken = Broken {
@@ -303,10 +303,7 @@ fn a_directory_that_fails_takes_only_its_own_blocks_with_it() {
         assert!(matches!(second.health, Health::Failed { .. }), "{second:?}");
         // The lost blocks are saved again, where they can be.
         (0..prompts).for_each(|prompt| rig.save(prompt, len));
-        assert_eq!(
-            rig.engine.disk_blocks_by_device(),
-            [u64::from(len) * prompts, 0]
-        );
+        assert_eq!(rig.blocks(), [u64::from(len) * prompts, 0]);
     }
 }
 

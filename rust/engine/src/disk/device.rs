@@ -58,6 +58,8 @@ pub struct DeviceReport {
     pub fault: Option<IoFault>,
     /// How long the reads and the writes of payloads took.
     pub latencies: [Latency; 2],
+    /// Payloads on it.
+    pub blocks: u64,
 }
 
 impl Disk {
@@ -89,6 +91,7 @@ impl Disk {
             health,
             fault,
             latencies: self.latencies,
+            blocks: self.slots.blocks(),
         }
     }
 

@@ -133,6 +133,7 @@ impl Namespaces {
     }
 
     /// The shared namespaces, and whether each directory's table has an entry of it.
+    #[cfg(feature = "check")]
     pub(super) fn shared_namespaces<'a>(
         &'a self,
         residency: &'a Residency,

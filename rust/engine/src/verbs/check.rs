@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use undercroft_contract::explain::Explained;
 use undercroft_contract::key::{BlockHash, NamespaceDigest};
 use undercroft_contract::session::BlockEvent;
 
@@ -24,63 +25,110 @@ pub struct Held {
     pub place: Option<(u16, u64, u32)>,
 }
 
+/// A view of the state that callers have no part in, for the simulator and for tests.
+#[derive(Clone, Copy, Debug)]
+pub struct EngineView<'a> {
+    engine: &'a Engine,
+}
+
 impl Engine {
+    /// A view of the state for the simulator and for tests.
+    pub fn inspect(&self) -> EngineView<'_> {
+        EngineView { engine: self }
+    }
+}
+
+impl<'a> EngineView<'a> {
+    /// Each shared namespace, and whether all directories keep the namespace, so that a restart finds its saved blocks.
+    /// A directory does not keep a namespace while sessions use all entries of the directory's table, or while a reset
+    /// is not durable.
+    pub fn shared_namespaces(self) -> impl Iterator<Item = (&'a NamespaceDigest, bool)> {
+        self.engine
+            .namespaces
+            .shared_namespaces(&self.engine.residency)
+    }
+}
+
+impl EngineView<'_> {
     /// Whether every invariant of the engine's state holds.
     ///
     /// # Errors
     /// Names the first invariant that does not hold, and where.
     pub fn check(&self) -> Result<(), String> {
         // A directory that may have been given up held the only copy on disk of some nodes.
-        let given_up = u64::from(self.config.read_failures_max);
-        let has_failed =
-            self.counters.write_failures > 0 || self.counters.read_failures >= given_up;
-        self.residency.check(&self.count_leases()?, has_failed)?;
+        let given_up = u64::from(self.engine.config.read_failures_max);
+        let has_failed = self.engine.counters.write_failures > 0
+            || self.engine.counters.read_failures >= given_up;
+        self.engine
+            .residency
+            .check(&self.count_leases()?, has_failed)?;
         self.check_write_queue()?;
         let reading = self.check_operations()?;
-        self.promotions.check(&self.shares, &reading)?;
-        self.pins.check(&self.residency)?;
-        if let Some(remote) = &self.remote {
-            remote.check(&self.shares, &self.residency, &self.namespaces)?;
+        self.engine
+            .promotions
+            .check(&self.engine.shares, &reading)?;
+        self.engine.pins.check(&self.engine.residency)?;
+        if let Some(remote) = &self.engine.remote {
+            remote.check(
+                &self.engine.shares,
+                &self.engine.residency,
+                &self.engine.namespaces,
+            )?;
         }
-        let shares = self.shares.values().flat_map(|of| {
+        let shares = self.engine.shares.values().flat_map(|of| {
             let priority = of.priority();
             let shares = of.waits.disk.iter().flat_map(|of| &of.shares);
             shares.map(move |share| (priority, share))
         });
-        let reads = self.operations.iter().filter_map(|&(device, of)| match of {
-            Purpose::Read { node, group, .. } => {
-                Some((device?, self.residency.slot_bytes(node, group)))
-            }
-            _ => None,
-        });
-        self.planner.rates.check(shares, reads)?;
+        let reads = self
+            .engine
+            .operations
+            .iter()
+            .filter_map(|&(device, of)| match of {
+                Purpose::Read { node, group, .. } => {
+                    Some((device?, self.engine.residency.slot_bytes(node, group)))
+                }
+                _ => None,
+            });
+        self.engine.planner.rates.check(shares, reads)?;
         let of_sessions: usize = self
+            .engine
             .sessions
             .values()
             .map(|session| session.requests.len())
             .sum();
-        let requests = self.sessions.requests.len();
+        let requests = self.engine.sessions.requests.len();
         ensure!(
             of_sessions == requests,
             "{requests} requests, sessions know {of_sessions}"
         );
-        let shares = self.shares.len();
+        let shares = self.engine.shares.len();
         ensure!(requests == shares, "{requests} requests, {shares} shares");
         Ok(())
     }
 
+    /// The lookup of a request that was answered last.
+    pub fn explained(&self, session: SessionId, request: &str) -> Option<Explained> {
+        let state = self.engine.sessions.request(session, request)?;
+        let (_, position) = state.answered.noted?;
+        Some(
+            self.engine
+                .told(position, self.engine.lookups.at(position)?),
+        )
+    }
+
     /// The payloads in the tiers, as known to a session that has taken all events ([`Engine::take_events`]).
     pub fn announced(&self, session: SessionId) -> Vec<BlockEvent> {
-        let state = self.sessions.get(session);
-        state.map_or_else(Vec::new, |state| self.residency.announced(state.ns))
+        let state = self.engine.sessions.get(session);
+        state.map_or_else(Vec::new, |state| self.engine.residency.announced(state.ns))
     }
 
     /// The payloads of shared namespaces in the tiers.
     pub fn held(&self) -> Vec<Held> {
-        let all = self.residency.held().into_iter();
-        let shared = all.filter(|(ns, ..)| !self.namespaces.is_private(*ns));
+        let all = self.engine.residency.held().into_iter();
+        let shared = all.filter(|(ns, ..)| !self.engine.namespaces.is_private(*ns));
         let held = shared.map(|(ns, hash, group, place)| Held {
-            payload: (*self.namespaces.digest(ns), hash, group),
+            payload: (*self.engine.namespaces.digest(ns), hash, group),
             place,
         });
         held.collect()
@@ -88,30 +136,30 @@ impl Engine {
 
     /// The blocks that the remote store is known to have, as known to a session that has taken all events.
     pub fn announced_remote(&self, session: SessionId) -> Vec<BlockEvent> {
-        let state = self.sessions.get(session);
-        let remote = self.remote.as_deref();
+        let state = self.engine.sessions.get(session);
+        let remote = self.engine.remote.as_deref();
         let known = state.zip(remote);
         known.map_or_else(Vec::new, |(state, remote)| {
-            remote.known_blocks(state.ns, &self.namespaces)
+            remote.known_blocks(state.ns, &self.engine.namespaces)
         })
     }
 
     /// Whether a request waits for objects of the remote store.
     pub fn awaits_objects(&self, session: SessionId, request: &str) -> bool {
-        let id = self.sessions.request_id(session, request);
-        id.is_some_and(|id| self.shares[id].waits.remote.is_some())
+        let id = self.engine.sessions.request_id(session, request);
+        id.is_some_and(|id| self.engine.shares[id].waits.remote.is_some())
     }
 
     /// Number of payloads that a restart would find: their whole chain is on disk.
     pub fn durable_blocks(&self) -> u64 {
-        self.residency.durable_blocks()
+        self.engine.residency.durable_blocks()
     }
 
     /// Leases of each node, and leases of nodes below that need the node's payloads.
     fn count_leases(&self) -> Result<LeaseCounts, String> {
         let mut counts = LeaseCounts::default();
         let mut hits = Vec::new();
-        for share in self.shares.values() {
+        for share in self.engine.shares.values() {
             hits.push(share.lease);
             let promotion = share.waits.disk.as_ref();
             let reached = promotion.map_or(NONE, |promotion| promotion.reached());
@@ -119,18 +167,18 @@ impl Engine {
                 *counts.pins.entry(reached).or_default() += 1;
             }
         }
-        for (node, _) in self.residency.erasures.iter() {
+        for (node, _) in self.engine.residency.erasures.iter() {
             *counts.pins.entry(node).or_default() += 1;
         }
-        for node in self.remote.iter().flat_map(|remote| remote.leases()) {
+        for node in self.engine.remote.iter().flat_map(|remote| remote.leases()) {
             *counts.pins.entry(node).or_default() += 1;
         }
-        for (node, _) in self.checksums.in_flight() {
+        for (node, _) in self.engine.checksums.in_flight() {
             *counts.pins.entry(node).or_default() += 1;
         }
-        for (_, transfer) in self.sessions.transfers() {
+        for (_, transfer) in self.engine.sessions.transfers() {
             ensure!(
-                self.sessions.get(transfer.session).is_some(),
+                self.engine.sessions.get(transfer.session).is_some(),
                 "transfer of no session"
             );
             match &transfer.kind {
@@ -143,10 +191,10 @@ impl Engine {
                 }
             }
         }
-        hits.extend(self.pins.nodes());
+        hits.extend(self.engine.pins.nodes());
         for id in hits.into_iter().filter(|&id| id != NONE) {
             *counts.pins.entry(id).or_default() += 1;
-            for above in self.residency.window_above(id) {
+            for above in self.engine.residency.window_above(id) {
                 *counts.holds.entry(above).or_default() += 1;
             }
         }
@@ -156,27 +204,32 @@ impl Engine {
     /// Payloads in the arena, as their offsets and bytes, that the engine would find to have changed: their
     /// checksums are known, and no hit that was verified relies on them.
     pub fn guarded_payloads(&self) -> Vec<(u64, u32)> {
-        let forest = self.residency.forest();
+        let forest = self.engine.residency.forest();
         let mut relied_on = HashSet::new();
-        if self.config.verify_host {
-            let of_requests = self.shares.values().map(|share| share.lease);
-            let loads = self.sessions.transfers().filter_map(|(_, transfer)| {
-                let TransferKind::Load { lease, .. } = &transfer.kind else {
-                    return None;
-                };
-                Some(*lease)
-            });
+        if self.engine.config.verify_host {
+            let of_requests = self.engine.shares.values().map(|share| share.lease);
+            let loads = self
+                .engine
+                .sessions
+                .transfers()
+                .filter_map(|(_, transfer)| {
+                    let TransferKind::Load { lease, .. } = &transfer.kind else {
+                        return None;
+                    };
+                    Some(*lease)
+                });
             let leases = of_requests.chain(loads).filter(|&lease| lease != NONE);
-            relied_on.extend(leases.flat_map(|lease| self.residency.needed_payloads(lease, 0)));
+            relied_on
+                .extend(leases.flat_map(|lease| self.engine.residency.needed_payloads(lease, 0)));
         }
         let mut found = Vec::new();
         for id in forest.ids().filter(|&id| !forest.node(id).is_detached()) {
             for (group, payload) in (0u8..).zip(forest.node(id).payloads()) {
                 let is_guarded = payload.host == HostState::Present
                     && !relied_on.contains(&(id, group))
-                    && self.residency.host_checksum(id, group).is_some();
+                    && self.engine.residency.host_checksum(id, group).is_some();
                 if is_guarded {
-                    let bytes = self.residency.payload_bytes(id, group);
+                    let bytes = self.engine.residency.payload_bytes(id, group);
                     found.push((slot_offset(payload.host_slot), bytes));
                 }
             }
@@ -185,11 +238,11 @@ impl Engine {
     }
 
     fn check_write_queue(&self) -> Result<(), String> {
-        let forest = self.residency.forest();
+        let forest = self.engine.residency.forest();
         let is_queued =
             |id: NodeId, group: u8| forest.node(id).payload(group).disk == DiskState::Queued;
         let mut entries: HashMap<(NodeId, u8), u32> = HashMap::new();
-        for (node, epoch, group) in self.writeback.queued() {
+        for (node, epoch, group) in self.engine.writeback.queued() {
             if forest.is_live(node, epoch) && is_queued(node, group) {
                 *entries.entry((node, group)).or_default() += 1;
             }
@@ -209,9 +262,10 @@ impl Engine {
 
     /// Returns the payloads being read.
     fn check_operations(&self) -> Result<HashSet<(NodeId, u8)>, String> {
-        let mut counts = vec![(0, 0); self.residency.disks().len()];
+        let engine = self.engine;
+        let mut counts = vec![(0, 0); engine.residency.disks().len()];
         let (mut reading, mut writing) = (HashSet::new(), HashSet::new());
-        for &(device, operation) in self.operations.iter() {
+        for &(device, operation) in engine.operations.iter() {
             // A checksum belongs to no device and is not counted.
             let (reads, writes) = match device {
                 Some(device) => &mut counts[device.index()],
@@ -220,7 +274,7 @@ impl Engine {
             match operation {
                 Purpose::Read { node, group, .. } => {
                     *reads += 1;
-                    let state = self.residency.node(node).payload(group).host;
+                    let state = engine.residency.node(node).payload(group).host;
                     ensure!(
                         state == HostState::Reading,
                         "node {node}: read while {state:?}"
@@ -232,7 +286,7 @@ impl Engine {
                 }
                 Purpose::Write { node, group, .. } => {
                     *writes += 1;
-                    let state = self.residency.node(node).payload(group).disk;
+                    let state = engine.residency.node(node).payload(group).disk;
                     ensure!(
                         state == DiskState::Writing,
                         "node {node}: written while {state:?}"
@@ -244,16 +298,16 @@ impl Engine {
                 }
                 Purpose::Erase { node, group } => {
                     *writes += 1;
-                    let state = self.residency.node(node).payload(group).disk;
+                    let state = engine.residency.node(node).payload(group).disk;
                     ensure!(
-                        state == DiskState::Present && self.residency.node(node).is_detached(),
+                        state == DiskState::Present && engine.residency.node(node).is_detached(),
                         "node {node}: erased while {state:?}"
                     );
                 }
                 Purpose::Checksum { node, group } => {
-                    let state = self.residency.node(node).payload(group).host;
+                    let state = engine.residency.node(node).payload(group).host;
                     ensure!(
-                        state == HostState::Present && self.checksums.is_in_flight(node, group),
+                        state == HostState::Present && engine.checksums.is_in_flight(node, group),
                         "node {node}: summed while {state:?}"
                     );
                     reading.insert((node, group));
@@ -266,11 +320,9 @@ impl Engine {
                 }
             }
         }
-        for (device, expected) in self.residency.devices().zip(counts) {
-            let counted = (
-                self.operations.reads(device),
-                self.operations.writes(device),
-            );
+        let of = &engine.operations;
+        for (device, expected) in engine.residency.devices().zip(counts) {
+            let counted = (of.reads(device), of.writes(device));
             ensure!(
                 counted == expected,
                 "{device:?}: reads and writes in flight {counted:?}, operations {expected:?}"

@@ -1,7 +1,6 @@
 //! The engine's fields, sessions and reports.
 
 use undercroft_contract::error::RegisterError;
-use undercroft_contract::key::NamespaceDigest;
 use undercroft_contract::session::{BlockEvents, GiveUp, SessionSpec, TransferEnd};
 
 use crate::disk::{DeviceReport, Disk, Health};
@@ -275,13 +274,6 @@ impl Engine {
         Some(self.namespaces.digest(ns).to_hex())
     }
 
-    /// Each shared namespace, and whether all directories keep the namespace, so that a restart finds its saved blocks.
-    /// A directory does not keep a namespace while sessions use all entries of the directory's table, or while a reset
-    /// is not durable.
-    pub fn shared_namespaces(&self) -> impl Iterator<Item = (&NamespaceDigest, bool)> {
-        self.namespaces.shared_namespaces(&self.residency)
-    }
-
     /// Counts an order of an operator. [`Engine::reset`] counts itself.
     pub fn count_order(&mut self, order: Order) {
         self.counters.count_order(order);
@@ -348,12 +340,6 @@ impl Engine {
             remote.report(&mut gauges);
         }
         gauges
-    }
-
-    /// Payloads on each directory.
-    pub fn disk_blocks_by_device(&self) -> Vec<u64> {
-        let disks = self.residency.disks().iter();
-        disks.map(|disk| disk.slots().blocks()).collect()
     }
 
     /// The state of each directory.

@@ -137,13 +137,6 @@ impl Engine {
         state.answered.noted.map(|_| state.answered.rest)
     }
 
-    /// The lookup of a request that was answered last.
-    pub fn explained(&self, session: SessionId, request: &str) -> Option<Explained> {
-        let state = self.sessions.request(session, request)?;
-        let (_, position) = state.answered.noted?;
-        Some(self.told(position, self.lookups.at(position)?))
-    }
-
     /// Some of the last lookups, the latest first. The position is `Some` if the ring has more lookups before it.
     pub fn explain(&self, query: &ExplainQuery) -> (Vec<Explained>, Option<u64>) {
         let lookups = &self.lookups;
@@ -172,7 +165,7 @@ impl Engine {
         (found, None)
     }
 
-    fn told(&self, position: u64, record: &LookupRecord) -> Explained {
+    pub(super) fn told(&self, position: u64, record: &LookupRecord) -> Explained {
         let age_s = |since_ns: u64| self.now_ns.saturating_sub(since_ns) / 1_000_000_000;
         let missing = match record.missing {
             0 => String::new(),

@@ -21,7 +21,7 @@ mod served;
 mod waits;
 
 #[cfg(feature = "check")]
-pub use check::Held;
+pub use check::{EngineView, Held};
 pub use engine::Engine;
 pub use io::OperationCount;
 pub use jobs::{Due, Room, Started};

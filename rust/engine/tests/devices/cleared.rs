@@ -41,7 +41,7 @@ fn a_clear_ends_without_the_blocks_of_a_directory_that_hangs_and_another_may_fol
         "nothing to do until it answers"
     );
     let cleared = rig.engine.cleared();
-    assert_eq!(rig.engine.disk_blocks_by_device(), [blocks[0], 0]);
+    assert_eq!(rig.blocks(), [blocks[0], 0]);
     assert_eq!(cleared.erased_bytes, blocks[1] * u64::from(SMALL));
     assert_eq!((cleared.removing, cleared.durable), (false, false));
     assert_eq!(cleared.pending, blocks[0]);
@@ -52,13 +52,13 @@ fn a_clear_ends_without_the_blocks_of_a_directory_that_hangs_and_another_may_fol
     serve_all_but(0, &mut rig, &mut hanging);
     assert!(clear_all(&mut rig));
     serve_all_but(0, &mut rig, &mut hanging);
-    assert_eq!(rig.engine.disk_blocks_by_device(), [blocks[0], 0]);
+    assert_eq!(rig.blocks(), [blocks[0], 0]);
 
     hanging.into_iter().for_each(|request| rig.end(request));
     rig.settle();
     let cleared = rig.engine.cleared();
     assert_eq!((cleared.removing, cleared.durable), (false, true));
-    assert_eq!(rig.engine.disk_blocks_by_device(), [0, 0]);
+    assert_eq!(rig.blocks(), [0, 0]);
     assert_eq!(cleared.erase_failures, 0);
 }
 
@@ -92,7 +92,7 @@ fn a_directory_that_is_given_up_during_erasures_frees_each_block_once() {
         rig.engine.devices()[0].health,
         Health::Failed { .. }
     ));
-    assert_eq!(rig.engine.disk_blocks_by_device(), [0, 0]);
+    assert_eq!(rig.blocks(), [0, 0]);
     assert!(rig.engine.cleared().erase_failures > 0);
 }
 
@@ -135,7 +135,7 @@ fn an_entry_whose_write_failed_does_not_return_after_the_namespace_was_cleared()
         assert!(rig.engine.cleared().durable);
         let rig = rig.restart(config(64 << 20));
         let digest = spec.digest();
-        let mut known = rig.engine.shared_namespaces();
+        let mut known = rig.engine.inspect().shared_namespaces();
         assert!(
             known.all(|(of, _)| *of != digest),
             "fails first: {fails_first}"

@@ -94,12 +94,12 @@ impl Held {
             Health::Failed { .. }
         ));
         rig.settle();
-        let before = rig.engine.disk_blocks_by_device();
+        let before = rig.blocks();
         assert_eq!(before[0], 0);
 
         assert_eq!(ask(&mut rig, "again", prompt, LEN), Some(LEN));
         rig.settle();
-        let moved = rig.engine.disk_blocks_by_device()[1] - before[1];
+        let moved = rig.engine.devices()[1].blocks - before[1];
         assert_eq!(moved, u64::from(LEN) + 1, "all but the state that is read");
         Self {
             rig,
@@ -170,7 +170,7 @@ fn a_write_that_ends_after_its_directory_was_given_up_leaves_no_block_there() {
     rig.settle();
     held.into_iter().for_each(|request| rig.end(request));
     rig.settle();
-    assert_eq!(rig.engine.disk_blocks_by_device()[0], 0);
+    assert_eq!(rig.engine.devices()[0].blocks, 0);
     assert_eq!(ask(&mut rig, "saved", number - 1, LEN), Some(LEN));
     rig.settle();
     assert!(rig.engine.is_quiet());

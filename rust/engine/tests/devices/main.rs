@@ -219,12 +219,12 @@ fn a_device_that_hangs_takes_only_what_lies_on_it() {
     rig.leave(on_hung[0], 0);
 
     // It gets no new operations: saved payloads go to the other device.
-    let before = rig.engine.disk_blocks_by_device();
+    let before = rig.blocks();
     for number in 100..110 {
         rig.save(number, 30);
     }
     serve_all_but(0, &mut rig, &mut hanging);
-    let after = rig.engine.disk_blocks_by_device();
+    let after = rig.blocks();
     assert_eq!((after[0], after[1]), (before[0], before[1] + 300));
     assert_eq!(hanging.len(), 32);
 
@@ -267,7 +267,7 @@ fn a_device_that_holds_writes_up_is_read_and_gets_no_more_writes() {
     assert_eq!(rig.ask(on_first[0], 30), Some(30));
     writes.into_iter().for_each(|request| rig.end(request));
     rig.settle();
-    let blocks: u64 = rig.engine.disk_blocks_by_device().iter().sum();
+    let blocks: u64 = rig.blocks().iter().sum();
     assert_eq!(blocks, 40 * 30 + 40 * 5);
 }
 
@@ -294,7 +294,7 @@ fn a_directory_whose_reads_fail_is_given_up_with_what_only_it_held() {
     ));
     assert_eq!(rig.ask(on_other[0], 30), None);
     rig.settle();
-    assert_eq!(rig.engine.disk_blocks_by_device()[0], 0);
+    assert_eq!(rig.engine.devices()[0].blocks, 0);
     assert_eq!(rig.ask(on_other[0], 30), Some(30));
 }
 
@@ -337,7 +337,7 @@ fn blocks_that_a_full_disk_refused_are_offered_again_when_they_are_hit() {
     rig.settle();
     let counters = rig.engine.counters();
     assert!(counters.refused_disk_degraded > 900, "{counters:?}");
-    assert_eq!(rig.engine.disk_blocks_by_device(), [0]);
+    assert_eq!(rig.blocks(), [0]);
     // Hits while the directory is degraded are not counted as refusals again and again.
     let refused = counters.refused_disk_degraded;
     assert_eq!(rig.ask(0, 50), Some(50));
@@ -351,7 +351,7 @@ fn blocks_that_a_full_disk_refused_are_offered_again_when_they_are_hit() {
         rig.leave(number, 50);
     }
     rig.settle();
-    assert_eq!(rig.engine.disk_blocks_by_device(), [1000]);
+    assert_eq!(rig.blocks(), [1000]);
 }
 
 /// The bytes of a write of records.
@@ -389,7 +389,7 @@ fn no_record_describes_a_payload_that_is_being_written() {
     rig.end(being_written);
     rig.settle();
     let rig = rig.restart(config(64 << 20));
-    assert_eq!(rig.engine.disk_blocks_by_device(), [2]);
+    assert_eq!(rig.blocks(), [2]);
 }
 
 #[test]
@@ -410,7 +410,7 @@ fn records_whose_write_failed_are_written_again() {
     }
     assert_eq!(failed, 1);
     let rig = rig.restart(config(64 << 20));
-    assert_eq!(rig.engine.disk_blocks_by_device(), [4]);
+    assert_eq!(rig.blocks(), [4]);
 }
 
 #[test]
@@ -440,12 +440,12 @@ fn what_exceeds_the_write_queue_is_refused_with_its_reason_and_offered_again() {
             continue;
         }
         rig.settle();
-        assert_eq!(rig.engine.disk_blocks_by_device(), [512]);
+        assert_eq!(rig.blocks(), [512]);
         for number in 0..8 {
             assert_eq!(rig.ask(number, 100), Some(100));
             rig.leave(number, 100);
             rig.settle();
         }
-        assert_eq!(rig.engine.disk_blocks_by_device(), [800]);
+        assert_eq!(rig.blocks(), [800]);
     }
 }

@@ -31,7 +31,7 @@ fn wait(rig: &mut Rig, seconds: u64) {
 }
 
 fn on_disk(rig: &Rig) -> u64 {
-    rig.engine.disk_blocks_by_device()[0]
+    rig.engine.devices()[0].blocks
 }
 
 #[test]

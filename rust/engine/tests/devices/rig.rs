@@ -78,6 +78,12 @@ impl Rig {
         )
     }
 
+    /// Payloads on each device.
+    pub(crate) fn blocks(&self) -> Vec<u64> {
+        let devices = self.engine.devices();
+        devices.iter().map(|device| device.blocks).collect()
+    }
+
     pub(crate) fn with_groups(
         config: EngineConfig,
         capacities: &[u64],

@@ -19,7 +19,7 @@ fn full() -> Rig {
     };
     let mut rig = Rig::new(config, &[BLOCKS * u64::from(PAYLOAD); 2], PAYLOAD);
     let mut number = 0;
-    while rig.engine.disk_blocks_by_device() != [BLOCKS; 2] {
+    while rig.blocks() != [BLOCKS; 2] {
         rig.save(number, 1);
         rig.settle();
         assert_eq!(rig.ask(number, 1), Some(1), "the lease keeps it there");
@@ -102,8 +102,8 @@ fn a_block_that_found_no_room_is_written_with_the_next_one_when_slots_were_freed
     rig.engine.finish_request(other, "keep");
     rig.engine.reset(other);
     rig.settle();
-    assert_eq!(rig.engine.disk_blocks_by_device(), [BLOCKS - 2]);
+    assert_eq!(rig.blocks(), [BLOCKS - 2]);
     rig.save(7, 2);
     rig.settle();
-    assert_eq!(rig.engine.disk_blocks_by_device(), [BLOCKS]);
+    assert_eq!(rig.blocks(), [BLOCKS]);
 }

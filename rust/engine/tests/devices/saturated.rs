@@ -56,7 +56,7 @@ fn records_are_written_although_payloads_always_wait() {
     let records = ended.iter().filter_map(records_of).count();
     let payloads = ended.len() - records;
     let rig = saturated.rig.restart(config(64 << 20));
-    let found: u64 = rig.engine.disk_blocks_by_device().iter().sum();
+    let found: u64 = rig.blocks().iter().sum();
     // The last seconds may be missing: the device's queue takes 1.4 s, and a record waits for a second.
     let late = 5 * SECOND / WRITE_NS;
     assert!(

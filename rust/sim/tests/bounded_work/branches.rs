@@ -37,7 +37,7 @@ fn nodes_on_a_payload_that_arrives_late_become_visible_in_steps() {
 fn becomes_visible_in_steps(nodes: u64, branches: u64) {
     let check = |rig: &Rig| {
         if nodes <= FEW {
-            rig.engine().check().unwrap();
+            rig.engine().inspect().check().unwrap();
         }
     };
     let mut rig = Rig::new(4 * nodes, 4 * nodes);

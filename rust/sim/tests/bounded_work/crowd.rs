@@ -85,7 +85,7 @@ fn crowd_out(kinds: [u32; 2], steps: usize) {
             );
         }
     }
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
 }
 
 #[test]

@@ -48,7 +48,7 @@ fn a_reset_is_done_in_steps_and_nothing_is_found_from_the_first_on() {
     rig.pump();
     let gauges = rig.engine().gauges();
     assert_eq!((gauges.disk_blocks, gauges.nodes), (CHAIN, CHAIN));
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
     rig.restart(2 * CHAIN);
     assert_eq!(rig.engine().gauges().disk_blocks, CHAIN);
 }
@@ -86,7 +86,7 @@ fn what_an_operator_clears_goes_in_steps_with_its_bytes_and_its_records() {
         let erased = if erase { cleared.disk_bytes } else { 0 };
         assert_eq!(cleared.erased_bytes, erased);
         assert_eq!(rig.lookup(session, &chain(7, CHAIN)), 0);
-        rig.engine().check().unwrap();
+        rig.engine().inspect().check().unwrap();
         rig.restart(2 * CHAIN);
         assert_eq!(rig.engine().gauges().disk_blocks, 0);
     }
@@ -110,7 +110,7 @@ fn a_tier_that_an_operator_makes_smaller_loses_its_pages_in_steps() {
     // Only some pages are emptied, not the whole tier.
     let kept = rig.engine().gauges().disk_blocks;
     assert!(kept > BLOCKS * 35 / 100, "{kept} of {BLOCKS}");
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
     let whole = ResizeOrder {
         disk_bytes: Some(all.maximum_bytes * 30 / 29 + 2),
         ..ResizeOrder::default()
@@ -138,7 +138,7 @@ fn a_private_session_is_closed_in_steps() {
     assert!(rig.engine().wake() == Due::Now);
     rig.pump();
     assert_eq!(rig.engine().gauges().nodes, 0);
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn a_directory_that_fails_is_given_up_in_steps() {
     rig.pump();
     let gauges = rig.engine().gauges();
     assert_eq!(gauges.disk_blocks, 0);
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn a_queue_of_writes_is_refused_in_steps() {
     rig.pump();
     let refused = rig.engine().counters().refused_disk_degraded;
     assert!(refused > BLOCKS / 2, "{refused} writes were refused");
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
 }
 
 #[test]
@@ -187,7 +187,7 @@ fn a_prefix_with_many_branches_is_promoted_in_steps() {
     for branch in [0, BLOCKS / 8, BLOCKS / 4 - 1] {
         assert_eq!(rig.lookup(session, &with(branch)), 17 * rig::BLOCK);
     }
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
 }
 
 #[test]
@@ -208,7 +208,7 @@ fn a_subtree_that_is_lost_is_removed_in_steps() {
     assert_eq!(rig.lookup(session, &prompt), 0);
     rig.pump();
     assert_eq!(rig.engine().gauges().nodes, 0);
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
 }
 
 #[test]
@@ -242,7 +242,7 @@ fn a_lookup_that_finds_no_state_for_a_long_way_up_takes_several_entries() {
         // An entry does no more work although the prompt is long.
         let hit = rig.lookup_within(64, session, &prompt);
         assert_eq!(hit, 64 * rig::BLOCK);
-        rig.engine().check().unwrap();
+        rig.engine().inspect().check().unwrap();
     }
 }
 
@@ -281,7 +281,7 @@ fn a_page_goes_to_another_size_class_in_steps() {
             rig.pump();
             assert!(rig.engine().moves().runs > before);
             assert_eq!(rig.lookup(other, &chain(1 << 20, 1)), rig::BLOCK);
-            rig.engine().check().unwrap();
+            rig.engine().inspect().check().unwrap();
         }
     }
 }

@@ -34,7 +34,7 @@ fn a_long_chain_above_a_block_on_disk_is_written_again_in_steps() {
     rig.enter(0, |engine| engine.set_now(60_000_000_000));
     rig.pump();
     assert_eq!(rig.engine().gauges().disk_blocks, LEN);
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
     rig.restart(3 * LEN);
     assert_eq!(rig.engine().gauges().disk_blocks, LEN);
 }

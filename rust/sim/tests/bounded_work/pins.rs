@@ -75,7 +75,7 @@ fn pinned(count: u64) -> (Rig, SessionId) {
 fn thousands_of_pinned_conversations_share_a_prompt() {
     let (mut rig, session) = pinned(PINS);
     assert_eq!(pins(&rig), PINS);
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
     for number in [0, PINS / 2, PINS - 1] {
         let hashes = conversation(number);
         assert_eq!(rig.lookup(session, &hashes), hashes.len() as u32 * BLOCK);
@@ -92,13 +92,13 @@ fn thousands_of_pinned_conversations_share_a_prompt() {
         give(&mut rig, session, &stem, &release("")),
         accepted(&stem)
     );
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
     // All pins end at the same time.
     rig.enter(0, |engine| engine.set_now(TTL_NS));
     rig.pump();
     assert_eq!(pins(&rig), 0);
     assert_eq!(rig.engine().gauges().pin_bytes, 0);
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
 }
 
 #[test]
@@ -129,7 +129,7 @@ fn thousands_of_names_pin_one_prompt() {
         assert_eq!(of, accepted(&hashes));
     }
     assert_eq!(pins(&rig), PINS - 2);
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn a_long_prompt_is_pinned_at_each_of_its_blocks() {
     );
     let of = give(&mut rig, session, &[], &release(&LONG.to_string()));
     assert_eq!(of, accepted(&hashes), "the deepest pin was renewed");
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
 }
 
 #[test]
@@ -167,5 +167,5 @@ fn beyond_the_largest_number_of_pins_the_least_recently_used_one_ends() {
     let none = HintAnswer::Rejected(HintRefusal::NotPinned);
     assert_eq!(give(&mut rig, session, &[], &release("99")), none);
     assert_ne!(give(&mut rig, session, &[], &release("101")), none);
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
 }

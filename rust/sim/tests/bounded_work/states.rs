@@ -45,7 +45,7 @@ fn push_out(rig: &mut Rig, session: SessionId, states: u64) {
         save(rig, session, &chain(1 + number, 1));
         rig.pump();
     }
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
     assert_eq!(rig.engine().gauges().nodes, states);
 }
 
@@ -63,7 +63,7 @@ fn a_chain_is_written_and_found_again_and_goes_from_disk_in_steps() {
     let prompt = chain(0, LENGTH);
     save(&mut rig, session, &prompt);
     rig.flush();
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
     rig.restart(HOST * u64::from(STATE_BYTES / rig::PAYLOAD));
     let session = rig.open(states(STATE_BYTES));
     let hit = rig.lookup(session, &prompt);
@@ -77,7 +77,7 @@ fn a_write_of_a_state_that_fails_takes_the_chain_along_in_steps() {
     rig.fault = rig::Fault::Writes;
     save(&mut rig, session, &chain(0, LENGTH));
     rig.pump();
-    rig.engine().check().unwrap();
+    rig.engine().inspect().check().unwrap();
     rig.fault = rig::Fault::None;
     push_out(&mut rig, session, HOST);
 }

@@ -400,6 +400,7 @@ fn live(seed: u64, total: &mut Sums) -> Result<(), String> {
         life.run_until(until_ns);
     }
     life.engine
+        .inspect()
         .check()
         .map_err(|error| format!("check: {error}"))
 }

@@ -36,7 +36,7 @@ impl Router {
                 break;
             }
         }
-        let known = host.engine.announced_remote(session);
+        let known = host.engine.inspect().announced_remote(session);
         let known: HashSet<BlockHash> = known.iter().map(|event| event.hash).collect();
         assert_eq!(known, self.blocks);
         (0..hashes.len())

@@ -382,7 +382,7 @@ impl Host {
     }
 
     pub(crate) fn check(&self) {
-        if let Err(message) = self.engine.check() {
+        if let Err(message) = self.engine.inspect().check() {
             panic!("{message}");
         }
     }
