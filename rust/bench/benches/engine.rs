@@ -6,7 +6,7 @@ use std::hint::black_box;
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use undercroft_contract::checksum::checksum;
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
 use undercroft_engine::{Engine, EngineConfig, SessionId};
 
@@ -28,17 +28,7 @@ fn engine(blocks: u32) -> (Engine, SessionId) {
     let mut engine = Engine::new(EngineConfig::new(
         u64::from(blocks) * u64::from(PAYLOAD) * 2 + (64 << 20),
     ));
-    let group = GroupSpec {
-        kind: GroupKind::Full,
-        block_tokens: TOKENS,
-        payload_bytes: PAYLOAD,
-    };
-    let spec = NamespaceSpec {
-        description: "benchmark".to_owned(),
-        hash_block_size: TOKENS,
-        alignment_tokens: TOKENS,
-        groups: vec![group],
-    };
+    let spec = NamespaceSpec::uniform("benchmark", TOKENS, &[(GroupKind::Full, PAYLOAD)]);
     let session = engine.open_session(spec).expect("the spec is sound");
     (engine, session)
 }

@@ -14,7 +14,7 @@ use undercroft_contract::format::{
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::io::{IoCompletion, IoFault, IoRequest};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::pages::page_bytes_for;
 use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
 use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
@@ -50,16 +50,11 @@ fn prompt(chain: u64, blocks: u64) -> Vec<BlockHash> {
 }
 
 fn spec(payload_bytes: u32) -> NamespaceSpec {
-    NamespaceSpec {
-        description: format!("blocks of {payload_bytes} bytes"),
-        hash_block_size: TOKENS,
-        alignment_tokens: TOKENS,
-        groups: vec![GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: TOKENS,
-            payload_bytes,
-        }],
-    }
+    NamespaceSpec::uniform(
+        format!("blocks of {payload_bytes} bytes"),
+        TOKENS,
+        &[(GroupKind::Full, payload_bytes)],
+    )
 }
 
 fn record(index: u64) -> Record {

@@ -8,7 +8,7 @@ use undercroft_contract::format::Superblock;
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::io::{IoCompletion, IoRequest};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::pages::page_bytes_for;
 use undercroft_contract::session::{
     LookupRequest, Priority, PromotionWait, SaveRequest, Step, Tokens,
@@ -48,16 +48,7 @@ fn engine(read_ns: u64, min_load_tokens: Option<u32>) -> (Engine, SessionId) {
         super_bytes: superblock.encode().into(),
         table: Vec::new().into(),
     }]);
-    let spec = NamespaceSpec {
-        description: "benchmark".to_owned(),
-        hash_block_size: TOKENS,
-        alignment_tokens: TOKENS,
-        groups: vec![GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: TOKENS,
-            payload_bytes: PAYLOAD,
-        }],
-    };
+    let spec = NamespaceSpec::uniform("benchmark", TOKENS, &[(GroupKind::Full, PAYLOAD)]);
     let session = engine.open_session(spec).expect("the spec is sound");
     for salt in 0..8 {
         let hashes = hashes(salt);

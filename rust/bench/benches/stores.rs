@@ -10,7 +10,7 @@ use undercroft_contract::format::Superblock;
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::io::{IoCompletion, IoRequest, IoRoom};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::pages::page_bytes_for;
 use undercroft_contract::remote::{
     ObjectKey, RemoteCompletion, RemoteConfig, RemoteDone, RemoteError, RemoteRequest, RemoteWrite,
@@ -80,16 +80,7 @@ impl Machine {
         };
         engine.attach_disks(if disk { vec![image] } else { Vec::new() });
         engine.attach_remote();
-        let spec = NamespaceSpec {
-            description: "benchmark".to_owned(),
-            hash_block_size: TOKENS,
-            alignment_tokens: TOKENS,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: TOKENS,
-                payload_bytes: PAYLOAD,
-            }],
-        };
+        let spec = NamespaceSpec::uniform("benchmark", TOKENS, &[(GroupKind::Full, PAYLOAD)]);
         let session = engine.open_session(spec).expect("the spec is sound");
         Self {
             engine,

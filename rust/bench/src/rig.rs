@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use undercroft_contract::error::RegisterError;
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_driver::{Driver, EngineAccess};
 use undercroft_engine::{EngineConfig, SessionId};
 use undercroft_host::{
@@ -126,16 +126,11 @@ impl Rig {
 
 /// A namespace with one full-attention group.
 pub(crate) fn spec(block_bytes: u32) -> NamespaceSpec {
-    NamespaceSpec {
-        description: "undercroft bench".to_owned(),
-        hash_block_size: BLOCK_TOKENS,
-        alignment_tokens: BLOCK_TOKENS,
-        groups: vec![GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: BLOCK_TOKENS,
-            payload_bytes: block_bytes,
-        }],
-    }
+    NamespaceSpec::uniform(
+        "undercroft bench",
+        BLOCK_TOKENS,
+        &[(GroupKind::Full, block_bytes)],
+    )
 }
 
 /// The hash of block `index`: well mixed, as a cryptographic hash's bytes are.

@@ -58,6 +58,26 @@ pub struct NamespaceSpec {
 }
 
 impl NamespaceSpec {
+    /// A namespace whose groups have blocks of `tokens`, as its hash blocks have. A group is its kind, and the bytes of
+    /// its payloads.
+    pub fn uniform(
+        description: impl Into<String>,
+        tokens: u32,
+        groups: &[(GroupKind, u32)],
+    ) -> Self {
+        let group = |&(kind, payload_bytes): &(GroupKind, u32)| GroupSpec {
+            kind,
+            block_tokens: tokens,
+            payload_bytes,
+        };
+        Self {
+            description: description.into(),
+            hash_block_size: tokens,
+            alignment_tokens: tokens,
+            groups: groups.iter().map(group).collect(),
+        }
+    }
+
     /// The digest of the description.
     pub fn digest(&self) -> NamespaceDigest {
         NamespaceDigest::of(&self.description)

@@ -512,7 +512,7 @@ impl IoThread {
 #[cfg(test)]
 mod tests {
     use undercroft_contract::key::BlockHash;
-    use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+    use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
     use undercroft_contract::session::{SaveRequest, Tokens};
     use undercroft_engine::EngineConfig;
     use undercroft_io::arena::Arena;
@@ -532,16 +532,7 @@ mod tests {
         let arena = Arc::new(Arena::create(config.host_bytes).expect("there is memory"));
         let io = ThreadPool::new(4, arena, Vec::new()).expect("there are threads");
         let mut engine = Engine::new(config);
-        let spec = NamespaceSpec {
-            description: "weights".to_owned(),
-            hash_block_size: 16,
-            alignment_tokens: 16,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: 16,
-                payload_bytes: 4096,
-            }],
-        };
+        let spec = NamespaceSpec::uniform("weights", 16, &[(GroupKind::Full, 4096)]);
         let session = engine.open_session(spec).expect("a payload fits");
         let driver = Driver::start(engine, Box::new(io)).expect("there are threads");
         let (waiting, start) = (AtomicUsize::new(0), Instant::now());

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::remote::segment::{SEGMENT_ALIGN, verify};
 use undercroft_contract::remote::{
     RemoteCompletion, RemoteConfig, RemoteDone, RemoteError, RemoteRequest, RemoteStore,
@@ -144,16 +144,7 @@ fn start(objects: &Objects) -> (Driver, Arc<Arena>, SessionId) {
     let driver = Driver::start(Engine::new(config), Box::new(io)).expect("a thread");
     let store = Memory::new(Arc::clone(objects), Arc::clone(&arena), driver.waker());
     driver.attach_remote(Box::new(store));
-    let namespace = NamespaceSpec {
-        description: "a model".to_owned(),
-        hash_block_size: BLOCK,
-        alignment_tokens: BLOCK,
-        groups: vec![GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: BLOCK,
-            payload_bytes: PAYLOAD,
-        }],
-    };
+    let namespace = NamespaceSpec::uniform("a model", BLOCK, &[(GroupKind::Full, PAYLOAD)]);
     // The store counts from when the IO thread has taken it.
     let attached = driver.wait_until(Duration::from_secs(10), |engine| engine.has_remote());
     assert!(attached, "the IO thread takes the store");

@@ -6,7 +6,7 @@
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::io::{IoCompletion, IoFault, IoRequest};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
 use undercroft_engine::policy::PolicyKind;
 use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
@@ -35,16 +35,11 @@ fn engine_of(policy: PolicyKind, host_blocks: u64, disk_blocks: u64) -> (Engine,
             table: Vec::new().into(),
         }]);
     }
-    let spec = NamespaceSpec {
-        description: "admission".to_owned(),
-        hash_block_size: HASH_BLOCK,
-        alignment_tokens: HASH_BLOCK,
-        groups: vec![GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: HASH_BLOCK,
-            payload_bytes: u32::try_from(PAYLOAD).unwrap(),
-        }],
-    };
+    let spec = NamespaceSpec::uniform(
+        "admission",
+        HASH_BLOCK,
+        &[(GroupKind::Full, u32::try_from(PAYLOAD).unwrap())],
+    );
     let session = engine.open_session(spec).unwrap();
     (engine, session)
 }

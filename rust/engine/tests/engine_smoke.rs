@@ -10,7 +10,7 @@ use undercroft_contract::format::Superblock;
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::io::{FileKind, IoCompletion, IoFault, IoRequest};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{
     Extent, LookupRequest, Priority, SaveRequest, SessionSpec, Tokens,
 };
@@ -152,16 +152,7 @@ impl Machine {
 }
 
 fn spec() -> NamespaceSpec {
-    NamespaceSpec {
-        description: "smoke".to_owned(),
-        hash_block_size: HASH_BLOCK,
-        alignment_tokens: HASH_BLOCK,
-        groups: vec![GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: HASH_BLOCK,
-            payload_bytes: PAYLOAD as u32,
-        }],
-    }
+    NamespaceSpec::uniform("smoke", HASH_BLOCK, &[(GroupKind::Full, PAYLOAD as u32)])
 }
 
 fn chain(len: u8) -> Vec<BlockHash> {

@@ -6,7 +6,7 @@ use undercroft_contract::explain::{ExplainQuery, Explained, Reason};
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::io::{IoCompletion, IoFault, IoRequest};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{
     LookupRequest, Priority, PromotionWait, SaveRequest, SessionSpec, Tokens,
 };
@@ -39,21 +39,11 @@ fn engine(config: EngineConfig, disk_blocks: u64) -> (Engine, SessionId) {
 }
 
 fn spec(description: &str, kind: GroupKind) -> NamespaceSpec {
-    let full = GroupSpec {
-        kind: GroupKind::Full,
-        block_tokens: SIZE,
-        payload_bytes: u32::try_from(PAYLOAD).unwrap(),
-    };
-    let mut groups = vec![full];
+    let mut groups = vec![(GroupKind::Full, PAYLOAD as u32)];
     if kind != GroupKind::Full {
-        groups.push(GroupSpec { kind, ..full });
+        groups.push((kind, PAYLOAD as u32));
     }
-    NamespaceSpec {
-        description: description.to_owned(),
-        hash_block_size: SIZE,
-        alignment_tokens: SIZE,
-        groups,
-    }
+    NamespaceSpec::uniform(description, SIZE, &groups)
 }
 
 fn prompt(name: u8, len: u8) -> Vec<BlockHash> {

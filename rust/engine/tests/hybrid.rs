@@ -16,17 +16,8 @@ const FULL: usize = 0;
 const OPTIONAL: u8 = 1;
 
 fn spec(kind: GroupKind) -> NamespaceSpec {
-    let group = |kind, payload_bytes| GroupSpec {
-        kind,
-        block_tokens: HASH_BLOCK,
-        payload_bytes,
-    };
-    NamespaceSpec {
-        description: format!("{kind:?}"),
-        hash_block_size: HASH_BLOCK,
-        alignment_tokens: HASH_BLOCK,
-        groups: vec![group(GroupKind::Full, 1 << 16), group(kind, 1 << 16)],
-    }
+    let groups = [(GroupKind::Full, 1 << 16), (kind, 1 << 16)];
+    NamespaceSpec::uniform(format!("{kind:?}"), HASH_BLOCK, &groups)
 }
 
 fn chain(seed: u8, len: u32) -> Vec<BlockHash> {

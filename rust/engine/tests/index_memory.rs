@@ -5,7 +5,7 @@ use undercroft_contract::format::{
 };
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_engine::disk::INDEX_BYTES_PER_BLOCK;
 use undercroft_engine::{Engine, EngineConfig};
 
@@ -40,19 +40,9 @@ fn record(index: u64, payload_bytes: u32) -> Record {
 
 /// A full store of `blocks` blocks, whose records lie as `place` says.
 fn open(blocks: u64, payload_bytes: u32, place: impl Fn(u64) -> u64) -> Engine {
-    let group = GroupSpec {
-        kind: GroupKind::Full,
-        block_tokens: 16,
-        payload_bytes,
-    };
     let entry = NamespaceEntry {
         instance: INSTANCE,
-        spec: NamespaceSpec {
-            description: "{}".into(),
-            hash_block_size: 16,
-            alignment_tokens: 16,
-            groups: vec![group],
-        },
+        spec: NamespaceSpec::uniform("{}", 16, &[(GroupKind::Full, payload_bytes)]),
     };
     let at = usize::try_from(namespace_offset(0)).expect("a 64-bit machine");
     let mut super_bytes = vec![0; at + NAMESPACE_BYTES];

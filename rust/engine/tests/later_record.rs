@@ -8,7 +8,7 @@ use undercroft_contract::format::{
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::io::IoRequest;
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{LookupRequest, Tokens};
 use undercroft_engine::{Engine, EngineConfig, Room, Started};
 
@@ -38,16 +38,7 @@ fn record(seq: u64, block: u8, slot: u32) -> Record {
 }
 
 fn spec() -> NamespaceSpec {
-    NamespaceSpec {
-        description: "{}".into(),
-        hash_block_size: TOKENS,
-        alignment_tokens: TOKENS,
-        groups: vec![GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: TOKENS,
-            payload_bytes: PAYLOAD,
-        }],
-    }
+    NamespaceSpec::uniform("{}", TOKENS, &[(GroupKind::Full, PAYLOAD)])
 }
 
 /// The read of a block from a store whose table holds these records: its place and checksum. `None`: a miss.

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
 use undercroft_engine::{Due, Engine, EngineConfig, Room, Started};
 
@@ -14,16 +14,11 @@ const PAYLOAD: u64 = 64 << 10;
 const BLOCKS: u32 = (HOST_BYTES / PAYLOAD) as u32;
 
 fn spec(description: &str, payload_bytes: u64) -> NamespaceSpec {
-    NamespaceSpec {
-        description: description.to_owned(),
-        hash_block_size: HASH_BLOCK,
-        alignment_tokens: HASH_BLOCK,
-        groups: vec![GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: HASH_BLOCK,
-            payload_bytes: payload_bytes as u32,
-        }],
-    }
+    NamespaceSpec::uniform(
+        description,
+        HASH_BLOCK,
+        &[(GroupKind::Full, payload_bytes as u32)],
+    )
 }
 
 fn chain(seed: u8, len: u32) -> Vec<BlockHash> {

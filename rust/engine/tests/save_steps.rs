@@ -1,7 +1,7 @@
 //! Saves in steps: others enter the engine between two steps.
 
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{Lookup, LookupRequest, SaveRequest, Tokens, TransferId};
 use undercroft_engine::{
     Due, Engine, EngineConfig, Room, SaveLimit, SaveProgress, SessionId, Started,
@@ -18,16 +18,7 @@ fn engine() -> Engine {
 }
 
 fn open(engine: &mut Engine) -> SessionId {
-    let spec = NamespaceSpec {
-        description: "weights".to_owned(),
-        hash_block_size: TOKENS,
-        alignment_tokens: TOKENS,
-        groups: vec![GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: TOKENS,
-            payload_bytes: 4096,
-        }],
-    };
+    let spec = NamespaceSpec::uniform("weights", TOKENS, &[(GroupKind::Full, 4096)]);
     engine.open_session(spec).expect("a payload fits")
 }
 

@@ -202,7 +202,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::{Duration, Instant};
 
-    use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+    use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
     use undercroft_contract::session::{SaveRequest, Tokens};
     use undercroft_driver::EngineAccess;
     use undercroft_engine::EngineConfig;
@@ -248,16 +248,7 @@ mod tests {
 
     /// Saves chains of one block, and waits until they are on disk.
     fn save(engine: &RunningEngine, salt: u8) {
-        let spec = NamespaceSpec {
-            description: "test".to_owned(),
-            hash_block_size: 16,
-            alignment_tokens: 16,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: 16,
-                payload_bytes: 4096,
-            }],
-        };
+        let spec = NamespaceSpec::uniform("test", 16, &[(GroupKind::Full, 4096)]);
         let session = engine.driver().enter(|engine| engine.open_session(spec));
         let session = session.unwrap().unwrap();
         for block in 0..BLOCKS {

@@ -375,7 +375,6 @@ impl Importer<'_> {
 #[cfg(test)]
 mod tests {
     use undercroft_contract::format::{NamespaceEntry, Record};
-    use undercroft_contract::namespace::GroupSpec;
 
     use crate::portable::PortableWriter;
 
@@ -387,16 +386,7 @@ mod tests {
 
     /// A file with these blocks and their parents. All its checksums are right.
     fn read(blocks: &[(u8, Option<u8>)]) -> Result<Index, HostError> {
-        let spec = NamespaceSpec {
-            description: "model".to_owned(),
-            hash_block_size: 16,
-            alignment_tokens: 16,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: 16,
-                payload_bytes: 8,
-            }],
-        };
+        let spec = NamespaceSpec::uniform("model", 16, &[(GroupKind::Full, 8)]);
         let entry = NamespaceEntry { instance: 7, spec };
         let mut writer = PortableWriter::begin(Vec::new(), &entry).unwrap();
         for &(name, parent) in blocks {

@@ -298,7 +298,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use undercroft_contract::key::BlockHash;
-    use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+    use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
     use undercroft_contract::session::{SaveRequest, Tokens};
     use undercroft_driver::EngineAccess;
     use undercroft_engine::EngineConfig;
@@ -334,16 +334,11 @@ mod tests {
     fn save(engine: &RunningEngine, first: u64, goes_on: impl Fn(u64) -> bool) -> u64 {
         let driver = engine.driver();
         let sessions = [20_000, 65_536].map(|payload_bytes| {
-            let spec = NamespaceSpec {
-                description: format!("blocks of {payload_bytes}"),
-                hash_block_size: 16,
-                alignment_tokens: 16,
-                groups: vec![GroupSpec {
-                    kind: GroupKind::Full,
-                    block_tokens: 16,
-                    payload_bytes,
-                }],
-            };
+            let spec = NamespaceSpec::uniform(
+                format!("blocks of {payload_bytes}"),
+                16,
+                &[(GroupKind::Full, payload_bytes)],
+            );
             let session = driver.enter(|engine| engine.open_session(spec));
             (session.unwrap().unwrap(), payload_bytes as usize)
         });

@@ -226,21 +226,12 @@ fn fill(from: &mut impl Read, bytes: &mut [u8], at: u64) -> Result<(), PortableE
 #[cfg(test)]
 mod tests {
     use undercroft_contract::key::BlockHash;
-    use undercroft_contract::namespace::{GroupKind, GroupSpec};
+    use undercroft_contract::namespace::GroupKind;
 
     use super::*;
 
     fn file() -> Vec<u8> {
-        let spec = NamespaceSpec {
-            description: "model".to_owned(),
-            hash_block_size: 16,
-            alignment_tokens: 16,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: 16,
-                payload_bytes: 300,
-            }],
-        };
+        let spec = NamespaceSpec::uniform("model", 16, &[(GroupKind::Full, 300)]);
         let entry = NamespaceEntry { instance: 7, spec };
         let mut writer = PortableWriter::begin(Vec::new(), &entry).unwrap();
         let mut parent = None;

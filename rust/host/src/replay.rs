@@ -5,7 +5,7 @@ use undercroft_contract::error::RegisterError;
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::io::{ChecksumRequest, IoCompletion, IoRequest};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::pages::page_bytes_for;
 use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
 use undercroft_engine::metrics::Counters;
@@ -107,16 +107,11 @@ impl ReplayEngine {
                 table: Vec::new().into(),
             }]);
         }
-        let session = engine.open_session(NamespaceSpec {
-            description: "trace".to_owned(),
-            hash_block_size: TOKENS,
-            alignment_tokens: TOKENS,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: TOKENS,
-                payload_bytes: PAYLOAD_BYTES,
-            }],
-        })?;
+        let session = engine.open_session(NamespaceSpec::uniform(
+            "trace",
+            TOKENS,
+            &[(GroupKind::Full, PAYLOAD_BYTES)],
+        ))?;
         Ok(Self {
             engine,
             session,

@@ -164,7 +164,7 @@ impl EngineHost for SharedHost {
 mod tests {
     use std::path::Path;
 
-    use undercroft_contract::namespace::{GroupKind, GroupSpec};
+    use undercroft_contract::namespace::GroupKind;
 
     use super::*;
     use crate::config::{DiskCapacity, DiskConfig};
@@ -184,17 +184,7 @@ mod tests {
     }
 
     fn register(host: &dyn EngineHost) -> Result<Arc<dyn Session>, HostError> {
-        let group = GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: 16,
-            payload_bytes: 4096,
-        };
-        let namespace = NamespaceSpec {
-            description: "test".to_owned(),
-            hash_block_size: 16,
-            alignment_tokens: 16,
-            groups: vec![group],
-        };
+        let namespace = NamespaceSpec::uniform("test", 16, &[(GroupKind::Full, 4096)]);
         host.register(namespace, Tokens(0))
     }
 

@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
 
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
 use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 
@@ -84,16 +84,11 @@ struct Model {
 fn open(engine: &mut Engine, payloads: &[u32]) -> Vec<Model> {
     let open = |(at, &payload): (usize, &u32)| Model {
         session: engine
-            .open_session(NamespaceSpec {
-                description: format!("model {at}"),
-                hash_block_size: TOKENS,
-                alignment_tokens: TOKENS,
-                groups: vec![GroupSpec {
-                    kind: GroupKind::Full,
-                    block_tokens: TOKENS,
-                    payload_bytes: payload,
-                }],
-            })
+            .open_session(NamespaceSpec::uniform(
+                format!("model {at}"),
+                TOKENS,
+                &[(GroupKind::Full, payload)],
+            ))
             .expect("a payload fits a page"),
         payload,
     };

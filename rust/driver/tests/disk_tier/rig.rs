@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::pages::CAPACITY_MIN;
 use undercroft_contract::session::{Extent, LookupRequest, SaveRequest, Tokens};
 use undercroft_engine::{Due, Engine, EngineConfig, Recovery, Room, SessionId, Started};
@@ -96,16 +96,11 @@ impl Random {
 
 impl Model {
     pub(crate) fn spec(&self) -> NamespaceSpec {
-        NamespaceSpec {
-            description: format!("model {}", self.id),
-            hash_block_size: HASH_BLOCK,
-            alignment_tokens: HASH_BLOCK,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: HASH_BLOCK,
-                payload_bytes: self.payload_bytes,
-            }],
-        }
+        NamespaceSpec::uniform(
+            format!("model {}", self.id),
+            HASH_BLOCK,
+            &[(GroupKind::Full, self.payload_bytes)],
+        )
     }
 
     /// The hashes of a prompt of `len` blocks. Prompts are the same for all models.

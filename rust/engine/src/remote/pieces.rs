@@ -206,25 +206,13 @@ fn run_of(spec: &NamespaceSpec, group: usize, object_bytes: u64) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use undercroft_contract::key::NamespaceDigest;
-    use undercroft_contract::namespace::GroupSpec;
-
     use super::*;
+    use undercroft_contract::key::NamespaceDigest;
 
     const MIB: u32 = 1 << 20;
 
     fn spec(kinds: &[(GroupKind, u32)]) -> NamespaceSpec {
-        let group = |&(kind, payload_bytes): &(GroupKind, u32)| GroupSpec {
-            kind,
-            block_tokens: 16,
-            payload_bytes,
-        };
-        NamespaceSpec {
-            description: String::new(),
-            hash_block_size: 16,
-            alignment_tokens: 16,
-            groups: kinds.iter().map(group).collect(),
-        }
+        NamespaceSpec::uniform("", 16, kinds)
     }
 
     fn space() -> Space {

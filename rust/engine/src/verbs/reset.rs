@@ -110,7 +110,7 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use undercroft_contract::key::BlockHash;
-    use undercroft_contract::namespace::{GroupKind, GroupSpec};
+    use undercroft_contract::namespace::GroupKind;
     use undercroft_contract::session::{Lookup, LookupRequest, SaveRequest, Tokens};
 
     use super::*;
@@ -119,16 +119,7 @@ mod tests {
     #[test]
     fn a_session_without_a_namespace_finds_and_saves_nothing() {
         let mut engine = Engine::new(EngineConfig::new(1 << 20));
-        let spec = NamespaceSpec {
-            description: "weights".to_owned(),
-            hash_block_size: 16,
-            alignment_tokens: 16,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: 16,
-                payload_bytes: 4096,
-            }],
-        };
+        let spec = NamespaceSpec::uniform("weights", 16, &[(GroupKind::Full, 4096)]);
         let hashes = vec![BlockHash::new(&[7; 32]).expect("32 bytes")];
         let saved = SaveRequest::new("a", &hashes, Tokens(16));
         let session = engine.open_session(spec).expect("a payload fits");

@@ -1,6 +1,6 @@
 //! How long a write waits for room on the directories.
 
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
 use undercroft_engine::{Due, EngineConfig};
 
@@ -29,16 +29,11 @@ fn full() -> Rig {
 }
 
 fn another_model(payload_bytes: u32) -> NamespaceSpec {
-    NamespaceSpec {
-        description: "another model".to_owned(),
-        hash_block_size: HASH_BLOCK,
-        alignment_tokens: HASH_BLOCK,
-        groups: vec![GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: HASH_BLOCK,
-            payload_bytes,
-        }],
-    }
+    NamespaceSpec::uniform(
+        "another model",
+        HASH_BLOCK,
+        &[(GroupKind::Full, payload_bytes)],
+    )
 }
 
 /// A block of another size is saved, while one directory has no room for operations for so many entries. Returns how

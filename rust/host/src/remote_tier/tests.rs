@@ -2,7 +2,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{
     Lookup, LookupRequest, PromotionWait, Save, SaveRequest, Session, Tokens,
 };
@@ -67,16 +67,11 @@ impl Host {
         let directories = Directories::open(config).unwrap();
         let io = (config.io_engine, config.io_depth());
         let engine = RunningEngine::start(config.engine(), directories, io, arena).unwrap();
-        let spec = NamespaceSpec {
-            description: "{\"model\": \"test\"}".to_owned(),
-            hash_block_size: BLOCK,
-            alignment_tokens: BLOCK,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: BLOCK,
-                payload_bytes: BYTES as u32,
-            }],
-        };
+        let spec = NamespaceSpec::uniform(
+            "{\"model\": \"test\"}",
+            BLOCK,
+            &[(GroupKind::Full, BYTES as u32)],
+        );
         let driver = Arc::clone(engine.driver());
         let session = EmbeddedSession::open(driver, spec.into()).unwrap();
         Self { engine, session }

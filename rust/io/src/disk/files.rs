@@ -386,7 +386,7 @@ pub(super) mod tests {
     use std::cell::RefCell;
 
     use undercroft_contract::format::NamespaceEntry;
-    use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+    use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 
     use super::super::open::drop_namespace;
     use super::*;
@@ -443,16 +443,7 @@ pub(super) mod tests {
         assert_eq!(CALLS.take(), [("sync", SUPER)]);
         let entry = NamespaceEntry {
             instance: 1,
-            spec: NamespaceSpec {
-                description: "{}".into(),
-                hash_block_size: 16,
-                alignment_tokens: 16,
-                groups: vec![GroupSpec {
-                    kind: GroupKind::Full,
-                    block_tokens: 16,
-                    payload_bytes: 4096,
-                }],
-            },
+            spec: NamespaceSpec::uniform("{}", 16, &[(GroupKind::Full, 4096)]),
         };
         let digest = entry.spec.digest().to_hex();
         let file = File::options().write(true).open(path.join(SUPER)).unwrap();

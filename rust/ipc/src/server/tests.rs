@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{SessionToken, Tokens};
 use undercroft_driver::Driver;
 use undercroft_engine::{Engine, EngineConfig};
@@ -211,16 +211,7 @@ fn who_says_nothing_or_half_of_a_frame_is_left_and_a_session_that_is_idle_is_not
     };
     let server = serve_on(&path, terms);
     let register = frame_of(&ClientMessage::Register {
-        namespace: NamespaceSpec {
-            description: "{}".to_owned(),
-            hash_block_size: 16,
-            alignment_tokens: 16,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: 16,
-                payload_bytes: 4096,
-            }],
-        },
+        namespace: NamespaceSpec::uniform("{}", 16, &[(GroupKind::Full, 4096)]),
         dropped_tokens: Tokens(0),
         private: false,
     });

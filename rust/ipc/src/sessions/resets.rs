@@ -59,7 +59,7 @@ mod tests {
 
     use undercroft_contract::log;
     use undercroft_contract::log::Level;
-    use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+    use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
     use undercroft_contract::session::SessionSpec;
     use undercroft_engine::{ChainBytes, Engine, EngineConfig};
     use undercroft_io::arena::Arena;
@@ -72,16 +72,7 @@ mod tests {
         let arena = Arc::new(Arena::create(1 << 20).unwrap());
         let (io, _) = open_io_engine(IoEngineChoice::ThreadPool, 4, arena, Vec::new()).unwrap();
         let driver = Driver::start(Engine::new(EngineConfig::new(1 << 20)), io).unwrap();
-        let namespace = NamespaceSpec {
-            description: String::new(),
-            hash_block_size: 16,
-            alignment_tokens: 16,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: 16,
-                payload_bytes: 4096,
-            }],
-        };
+        let namespace = NamespaceSpec::uniform("", 16, &[(GroupKind::Full, 4096)]);
         let id = driver.enter(|engine| engine.open_session(SessionSpec::from(namespace)));
         let chain_bytes = ChainBytes::of(16, Vec::new());
         let namespace = "0123456789abcdef";

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{
     Extent, Hit, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, SessionSpec,
     SessionToken, Tokens,
@@ -69,17 +69,8 @@ pub(crate) fn full() -> NamespaceSpec {
 }
 
 pub(crate) fn with_groups(kinds: &[GroupKind]) -> NamespaceSpec {
-    let group = |&kind| GroupSpec {
-        kind,
-        block_tokens: BLOCK,
-        payload_bytes: PAYLOAD_BYTES,
-    };
-    NamespaceSpec {
-        description: format!("{kinds:?}"),
-        hash_block_size: BLOCK,
-        alignment_tokens: BLOCK,
-        groups: kinds.iter().map(group).collect(),
-    }
+    let groups: Vec<_> = kinds.iter().map(|&kind| (kind, PAYLOAD_BYTES)).collect();
+    NamespaceSpec::uniform(format!("{kinds:?}"), BLOCK, &groups)
 }
 
 /// Hashes of a prompt's blocks.

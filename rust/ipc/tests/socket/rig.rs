@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{
     LookupRequest, Save, SaveRequest, Session, SessionToken, Tokens,
 };
@@ -111,16 +111,7 @@ impl Rig {
 
 /// A namespace with one full-attention group.
 pub(crate) fn spec() -> NamespaceSpec {
-    NamespaceSpec {
-        description: "a model".to_owned(),
-        hash_block_size: TOKENS,
-        alignment_tokens: TOKENS,
-        groups: vec![GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: TOKENS,
-            payload_bytes: PAYLOAD,
-        }],
-    }
+    NamespaceSpec::uniform("a model", TOKENS, &[(GroupKind::Full, PAYLOAD)])
 }
 
 /// A client of the server at `socket`, as patient as a loaded machine needs.

@@ -55,16 +55,7 @@ pub(crate) fn chain(chain: u64, blocks: u64) -> Vec<BlockHash> {
 }
 
 pub(crate) fn namespace(name: &str) -> NamespaceSpec {
-    NamespaceSpec {
-        description: name.to_owned(),
-        hash_block_size: BLOCK,
-        alignment_tokens: BLOCK,
-        groups: vec![GroupSpec {
-            kind: GroupKind::Full,
-            block_tokens: BLOCK,
-            payload_bytes: PAYLOAD,
-        }],
-    }
+    NamespaceSpec::uniform(name, BLOCK, &[(GroupKind::Full, PAYLOAD)])
 }
 
 /// Like [`namespace`], with another group.

@@ -15,7 +15,7 @@ use std::ops::Range;
 use disk::{Device, Files, Random, SECOND};
 use undercroft_contract::io::{IoCompletion, IoRequest};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{LookupRequest, PromotionWait, SaveRequest, Step, Tokens};
 use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 
@@ -184,16 +184,7 @@ impl Life {
         let mut engine = Engine::new(config);
         engine.attach_disks(vec![image]);
         engine.set_io_depth(DEPTH);
-        let namespace = NamespaceSpec {
-            description: "plans".to_owned(),
-            hash_block_size: BLOCK,
-            alignment_tokens: BLOCK,
-            groups: vec![GroupSpec {
-                kind,
-                block_tokens: BLOCK,
-                payload_bytes: PAYLOAD,
-            }],
-        };
+        let namespace = NamespaceSpec::uniform("plans", BLOCK, &[(kind, PAYLOAD)]);
         let session = engine.open_session(namespace).expect("a payload fits");
         Self {
             engine,

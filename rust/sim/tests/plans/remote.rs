@@ -1,6 +1,6 @@
 //! Planned waits for a remote store that has some of the prompts, at a rate around break-even.
 
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::remote::{RemoteConfig, RemoteWrite};
 use undercroft_contract::session::{LookupRequest, PromotionWait, Step, Tokens};
 use undercroft_engine::{Engine, EngineConfig, Room, SessionId, Started};
@@ -38,16 +38,7 @@ impl Life {
         });
         let mut engine = Engine::new(config);
         engine.attach_remote();
-        let namespace = NamespaceSpec {
-            description: "plans".to_owned(),
-            hash_block_size: BLOCK,
-            alignment_tokens: BLOCK,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: BLOCK,
-                payload_bytes: PAYLOAD,
-            }],
-        };
+        let namespace = NamespaceSpec::uniform("plans", BLOCK, &[(GroupKind::Full, PAYLOAD)]);
         let session = engine.open_session(namespace).expect("a payload fits");
         let mut life = Self {
             engine,

@@ -6,7 +6,7 @@ use undercroft_contract::format::Superblock;
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::io::{IoCompletion, IoRequest};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::pages::page_bytes_for;
 use undercroft_contract::remote::RemoteConfig;
 use undercroft_contract::session::{
@@ -49,17 +49,8 @@ impl Random {
 
 /// A model's description and groups.
 pub(crate) fn model(id: u64, kinds: &[GroupKind]) -> NamespaceSpec {
-    let group = |&kind: &GroupKind| GroupSpec {
-        kind,
-        block_tokens: BLOCK,
-        payload_bytes: PAYLOAD,
-    };
-    NamespaceSpec {
-        description: format!("model {id}"),
-        hash_block_size: BLOCK,
-        alignment_tokens: BLOCK,
-        groups: kinds.iter().map(group).collect(),
-    }
+    let groups: Vec<_> = kinds.iter().map(|&kind| (kind, PAYLOAD)).collect();
+    NamespaceSpec::uniform(format!("model {id}"), BLOCK, &groups)
 }
 
 /// The blocks of windows and states that hits at these boundaries need, as a device offers them.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
+use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{
     ArenaOffset, Extent, Hit, Lookup, LookupRequest, Priority, Save, SaveEnd, SaveRequest,
     SessionToken, Sources, Tokens, TransferId,
@@ -46,16 +46,7 @@ struct StateRig {
 
 impl StateRig {
     fn new() -> Self {
-        let spec = NamespaceSpec {
-            description: String::new(),
-            hash_block_size: 16,
-            alignment_tokens: 16,
-            groups: vec![GroupSpec {
-                kind: GroupKind::Full,
-                block_tokens: 16,
-                payload_bytes: 1,
-            }],
-        };
+        let spec = NamespaceSpec::uniform("", 16, &[(GroupKind::Full, 1)]);
         let mut state = ClientState::new(spec, DEADLINE);
         state.registered(address(1), ("", false), String::new());
         Self {
