@@ -1,7 +1,7 @@
 """A CUDA without a GPU, for PyTorch's own CUDA build: compiled here, loaded before everything else of a process.
 
 See docs/testing.md for its use and its limits, and `fake.h` for how it works. In the process that has it, `Fake` reads
-the counts, and `run_kernels` makes the two kernels that undercroft needs do their work.
+the counts.
 """
 
 from __future__ import annotations
@@ -155,53 +155,3 @@ class Fake:
     def unregisters_in(self, seconds: float) -> None:
         """How long the driver takes to unregister a range."""
         self._library.fake_unregisters_in(ctypes.c_double(seconds))
-
-
-def run_kernels() -> Any:
-    """Let the kernels of a gather and of a scatter move bytes, in their stream's order; PyTorch still launches them.
-
-    The effect lasts as long as the returned object.
-    """
-    aten = torch.library.Library("aten", "IMPL")
-    for name, effect in (("index_select.out", _gather), ("index_copy_", _scatter)):
-        aten.impl(
-            name, _with(torch.library.get_kernel(f"aten::{name}", "CUDA"), name, effect), "CUDA", with_keyset=True
-        )
-    return aten
-
-
-def _with(kernel: Any, name: str, effect: Callable[..., None]) -> Callable[..., Any]:
-    packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-    def call(keys: Any, *arguments: Any, **named: Any) -> Any:
-        kernel.call_boxed(keys, *arguments, **named)
-        effect(*arguments, **named)
-        return named.get("out", arguments[0])
-
-    assert operator is not None
-    return call
-
-
-def _gather(pages: torch.Tensor, dimension: int, ids: torch.Tensor, *, out: torch.Tensor) -> None:
-    assert dimension == 0
-    _rows(out, pages, ids, scatter=False)
-
-
-def _scatter(pages: torch.Tensor, dimension: int, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    assert dimension == 0
-    _rows(rows, pages, ids, scatter=True)
-
-
-def _rows(rows: torch.Tensor, pages: torch.Tensor, ids: torch.Tensor, *, scatter: bool) -> None:
-    """Rows may have a second dimension of runs that lie apart."""
-    if rows.ndim == 3:
-        for run in range(rows.shape[1]):
-            _rows(rows[:, run], pages[:, run], ids, scatter=scatter)
-        return
-    assert rows.stride(1) == pages.stride(1) == 1
-    width = rows.element_size()
-    stream = torch.cuda.current_stream(rows.device).cuda_stream
-    pointers = (ctypes.c_void_p(value) for value in (stream, rows.data_ptr(), pages.data_ptr(), ids.data_ptr()))
-    sizes = (ids.numel(), rows.shape[1] * width, rows.stride(0) * width, pages.stride(0) * width)
-    ctypes.CDLL(NAME).fake_rows(*pointers, *(ctypes.c_long(size) for size in sizes), int(scatter))

@@ -211,15 +211,5 @@ EXPORT long fake_registered_ranges() {
   std::lock_guard<std::mutex> held(fake::mutex);
   return fake::registered.size();
 }
-/// Copies whole rows in a stream's order: rows[i] = pages[ids[i]], or the other way round.
-EXPORT void fake_rows(void* stream, char* rows, char* pages, const int64_t* ids, long count, long size, long row_step,
-                      long page_step, int scatter) {
-  fake::stream_of(stream)->push([=] {
-    for (long i = 0; i < count; i++) {
-      char *row = rows + i * row_step, *page = pages + ids[i] * page_step;
-      memcpy(scatter ? page : row, scatter ? row : page, size);
-    }
-  });
-}
 EXPORT void fake_unregisters_in(double seconds) { fake::unregister_seconds = seconds; }
 EXPORT void fake_copies_at(double bytes_per_second) { fake::speed = bytes_per_second; }

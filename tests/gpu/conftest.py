@@ -31,14 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 )
 
 
-@pytest.fixture(scope="session", autouse=True)
-def kernels() -> Iterator[None]:
-    """The fake's kernels move bytes while tests run."""
-    moving = fake_cuda.run_kernels() if fake_cuda.is_loaded() and torch.cuda.is_available() else None
-    yield
-    del moving
-
-
 @pytest.fixture
 def fake() -> fake_cuda.Fake:
     """The fake's counts; a test that asks for them is skipped on a GPU."""

@@ -43,8 +43,8 @@ def chunks_of(model: Model, blocks: int, gathered: bool) -> int:
 
 
 def launches(model: Model, blocks: int) -> int:
-    """Kernels that move the pages of so many blocks. The table of each has room for 96 pages and 120 blocks, or for more
-    blocks and fewer pages."""
+    """Kernels that move the pages of so many blocks. The table of each has room for 96 pages and 120 blocks, or for
+    more blocks and fewer pages."""
     half = STAGING_BYTES // 2 // (model.page * model.layers)
     chunks = [min(half, blocks - begin) for begin in range(0, blocks, half)]
     groups = [min(96, model.layers - begin) for begin in range(0, model.layers, 96)]
@@ -72,8 +72,8 @@ def test_a_prompt_of_128k_tokens_costs_one_batch_or_one_and_a_few_kernels_for_ea
     spent = {key: now - before[key] for key, now in fake.counts().items() if now != before[key]}
     pieces = blocks if gathered or model.layout == "BLHNC" else blocks * model.layers
     assert spent["descriptors"] <= pieces + chunks * len(range(0, rank.arena.size, chunk_bytes(rank.arena.size)))
-    # With gathered pages: kernels, and events between the two streams: two for each chunk, and one at the end of a load,
-    # whose kernels come last.
+    # With gathered pages: kernels, and events between the two streams: two for each chunk, and one at the end of a
+    # load, whose kernels come last.
     check_cut(spent, chunks if gathered else 1, 2 + gathered * (2 * chunks + (direction == "load")))
     others = {key: value for key, value in spent.items() if key not in ("descriptors", "batches", "events_recorded")}
     assert others == ({"launches": launches(model, blocks)} if gathered else {})

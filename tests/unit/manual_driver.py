@@ -1,4 +1,4 @@
-"""Functions of the CUDA driver over the streams of `ManualStreams`, for the core, which calls them by their addresses."""
+"""Functions of the CUDA driver over the streams of `ManualStreams`. The core calls them by their addresses."""
 
 from __future__ import annotations
 

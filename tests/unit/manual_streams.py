@@ -86,7 +86,8 @@ class ManualStreams:
         stream.work.append(inferring)
 
     def copy(self, stream: Queue, pieces: BlockPieces, arena: int, *, to_arena: bool) -> None:
-        self.copies(stream, list(zip(*(array.tolist() for array in ends(pieces, arena, to_arena=to_arena)), strict=True)))
+        arrays = ends(pieces, arena, to_arena=to_arena)
+        self.copies(stream, list(zip(*(array.tolist() for array in arrays), strict=True)))
 
     def staged(self, stream: Queue, kernels: Queue) -> StagedCopies | None:
         batches = CopyBatches(self.driver.addresses, self.driver.handle(stream))

@@ -92,7 +92,7 @@ def test_bytes_are_right_in_any_order(layout: str, strategy: str) -> None:
 @pytest.mark.parametrize("page", [64, 1002, 1001])
 def test_pages_that_are_no_multiple_of_sixteen_bytes(page: int) -> None:
     for strategy in STRATEGIES:
-        work(ManualStreams(1), 1, page=page, strategy=strategy)
+        assert work(ManualStreams(1), 1, page=page, strategy=strategy).ended["failed"] == 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -435,16 +435,17 @@ class MissingEvent(ManualStreams):
     ],
 )
 def test_a_job_with_an_event_that_cannot_be_recorded_is_waited_for(strategy: str, to_arena: bool, missing: int) -> None:
-    streams = MissingEvent(0)
-    streams.missing = missing
-    copier, *_ = make(streams, strategy=strategy)
-    copier.submit(to_arena, [Job(1, [copy_of([1], [0])])])
-    ended = copier.poll()
-    while not ended:
-        assert streams.step(), "the job never ends"
+    for seed in SEEDS:
+        streams = MissingEvent(seed)
+        streams.missing = missing
+        copier, *_ = make(streams, strategy=strategy)
+        copier.submit(to_arena, [Job(1, [copy_of([1], [0])])])
         ended = copier.poll()
-    assert not streams.step(), "its copies may still be under way"
-    assert [(one.ticket, one.ok) for one in ended] == [(1, False)]
+        while not ended:
+            assert streams.step(), "the job never ends"
+            ended = copier.poll()
+        assert not streams.step(), "its copies may still be under way"
+        assert [(one.ticket, one.ok) for one in ended] == [(1, False)]
 
 
 def test_each_kind_of_error_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,6 +529,27 @@ def test_layers_whose_pages_lie_at_other_distances_from_block_to_block(strategy:
     found = [torch.cat([near[block], far[block]]).numpy().tobytes() for block in range(blocks)]
     assert found == [expected[block] if block in ids else bytes(2 * page) for block in range(blocks)]
     assert [ended.ok for ended in copier.poll()] == [True, True]
+
+
+def test_a_larger_staging_buffer_is_used_when_all_work_of_the_first_has_run() -> None:
+    class Watched(ManualStreams):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.left: list[int] = []
+
+        def buffer(self, stream: Queue, size: int) -> torch.Tensor:
+            self.left.append(sum(len(queue.work) for queue in self.queues[1:]))
+            return super().buffer(stream, size)
+
+    streams = Watched()
+    lanes = Lanes.make(streams, 4096, lambda name: AtOnceExecutor())
+    arena, caches = Arena.create(ARENA), [synthetic_cache(1008, 7, layers, "LBHNC") for layers in (2, 8)]
+    for cache, size in zip(caches, (4096, 8 * 1008), strict=True):
+        copier = CudaCopier(cache.layout, arena, 0, lanes, None, strategy="gather")
+        copier.submit(True, [Job(1, [copy_of([1, 2], [0, 8192])])])
+        assert lanes.save._staging is not None
+        assert lanes.save._staging.numel() == size
+    assert streams.left[1] == 0, "kernels and copies of the first buffer"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -92,8 +92,8 @@ class Driver:
 
         functions = {"cuMemcpyBatchAsync": batch, "cuEventCreate": create, "cuEventRecord": record}
         functions["cuEventQuery"] = query
-        # Nobody calls them here.
-        functions |= dict.fromkeys(("cuStreamWaitEvent", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"), query)
+        uncalled = ("cuStreamWaitEvent", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel")
+        functions |= dict.fromkeys(uncalled, query)
 
         def find(name: bytes, address: int, asked: int, flags: int, status: int) -> int:
             assert flags == 0

@@ -10,7 +10,7 @@ import pytest
 from gpu_check import interference, speed
 
 from undercroft.config import OPTIONS
-from undercroft.device import api, cuda, gather, lane, memcpy, pinning
+from undercroft.device import api, cuda, lane, memcpy, pinning
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCTION = [
@@ -56,8 +56,7 @@ def python_constant(name: str) -> int:
 
 def lane_bytes() -> int:
     """Device memory of all lanes."""
-    lanes = len(lane.Lanes._fields)
-    return 2 * lane.STAGING_BYTES + lane.UNPINNED_STAGING_BYTES + lanes * lane.ROW_NUMBERS * 8
+    return 2 * lane.STAGING_BYTES + lane.UNPINNED_STAGING_BYTES
 
 
 def gpu_check_seconds() -> float:
@@ -101,7 +100,14 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/hybrid-models.md", "tokens (default {};", lambda: option("state_interval_tokens")),
     ("docs/gpu.md", "pages under {} KiB", lambda: api.GATHER_BELOW >> 10),
     ("docs/gpu.md", "under {} KiB in memory that is not pinned", lambda: cuda.UNPINNED_GATHER_BELOW >> 10),
-    ("docs/gpu.md", "common measure of {} bytes", lambda: gather.SMALLEST_ROW),
+    ("docs/gpu.md", "a block of {} threads", lambda: constant("THREADS", "copy/staged")),
+    ("docs/gpu.md", "at multiples of {} bytes", lambda: constant("UNIT", "copy/staged")),
+    ("docs/gpu.md", "room for {} pages", lambda: constant("MOST_PAGES", "copy/staged")),
+    (
+        "docs/gpu.md",
+        "pages and {} blocks",
+        lambda: constant("TABLE", "copy/staged") - constant("PAGE_ENTRIES") * constant("MOST_PAGES", "copy/staged"),
+    ),
     ("docs/gpu.md", "for at most {} copies at once", lambda: constant("BATCH", "copy/batches")),
     ("docs/gpu.md", "with at most {} copies of a lane in flight", lambda: constant("IN_FLIGHT", "copy/batches")),
     (
@@ -111,8 +117,7 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ),
     ("docs/gpu.md", "a staging buffer of {} MiB for each direction", lambda: lane.STAGING_BYTES >> 20),
     ("docs/gpu.md", "{} MiB for memory that is not pinned", lambda: lane.UNPINNED_STAGING_BYTES >> 20),
-    ("docs/gpu.md", "{} MiB of row numbers", lambda: lane.ROW_NUMBERS * 8 >> 20),
-    ("docs/gpu.md", "each of the three, {} MiB in all", lambda: lane_bytes() >> 20),
+    ("docs/gpu.md", "not pinned, {} MiB in all", lambda: lane_bytes() >> 20),
     ("docs/gpu.md", "buffers of the lanes (up to {} MiB", lambda: lane_bytes() >> 20),
     ("docs/gpu.md", "| {} MiB at a time, more above", lambda: pinning.PIN_CHUNK >> 20),
     ("docs/gpu.md", "more above {} GiB", lambda: pinning.PIN_CHUNK * pinning.MAX_CHUNKS >> 30),

