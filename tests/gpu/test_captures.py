@@ -53,7 +53,7 @@ def test_copies_are_queued_beside_a_capture(device: torch.device, work: Callable
     for number, pages in enumerate(cache.pages, 1):
         pages.copy_(torch.full_like(pages, number, device="cpu"))
     lanes = Lanes.make(CudaStreams(device))
-    copier = CudaCopier(cache.layout, arena, 0, lanes, None, strategy="gather")
+    copier = CudaCopier(cache.layout, arena, lanes, None, strategy="gather")
     released = threading.Event()
     lanes.save.thread.submit(released.wait)
     blocks = [GroupCopy(0, np.arange(1, BLOCKS + 1), np.arange(BLOCKS) * SLOT)]

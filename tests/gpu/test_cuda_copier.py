@@ -117,7 +117,7 @@ def work(
 ) -> None:
     cache: SyntheticCache = synthetic_cache(PAGE, 17, LAYERS, layout, device)
     lanes = Lanes.make(streams, 5 * PAGE * LAYERS)
-    copier = CudaCopier(cache.layout, arena, 0, lanes, pinner, **more)
+    copier = CudaCopier(cache.layout, arena, lanes, pinner, **more)
 
     def enqueue(what: Callable[[], None]) -> None:
         torch.cuda._sleep(model_spin)
@@ -201,7 +201,7 @@ def test_every_way_to_copy_a_batch(device: torch.device, name: str, pinned: Call
 def test_inside_and_outside_of_inference_mode(device: torch.device, pinned: Callable[[Arena], ArenaPinner]) -> None:
     arena = Arena.create(ARENA)
     cache = synthetic_cache(PAGE, 9, LAYERS, "LBHNC", device)
-    copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinned(arena), strategy="gather")
+    copier = CudaCopier(cache.layout, arena, Lanes.make(CudaStreams(device)), pinned(arena), strategy="gather")
     for pages in cache.pages:
         pages[3].copy_(torch.randint(-128, 128, (PAGE,), dtype=torch.int8))
     expected = [pages[3].cpu() for pages in cache.pages]
@@ -224,7 +224,7 @@ def test_inside_and_outside_of_inference_mode(device: torch.device, pinned: Call
 def test_copies_beside_the_replay_of_a_graph(device: torch.device, pinned: Callable[[Arena], ArenaPinner]) -> None:
     arena = Arena.create(ARENA)
     cache = synthetic_cache(PAGE, 9, LAYERS, "BLHNC", device)
-    copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinned(arena))
+    copier = CudaCopier(cache.layout, arena, Lanes.make(CudaStreams(device)), pinned(arena))
     content = torch.zeros(PAGE, dtype=torch.int8, device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -249,7 +249,7 @@ def test_submitting_does_not_wait_for_the_device(
     cache = synthetic_cache(PAGE, 17, LAYERS, "LBHNC", device)
     # The driver blocks the thread that queues a copy of memory that is not pinned.
     pinner: Any = pinned(arena) if is_pinned else Fixed(0)
-    copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinner)
+    copier = CudaCopier(cache.layout, arena, Lanes.make(CudaStreams(device)), pinner)
     job = [GroupCopy(0, np.arange(1, 17), np.arange(16) * SLOT)]
     for ticket in (1, 2):  # brings buffers into being
         copier.submit(ticket == 1, [Job(ticket, job)])
@@ -272,7 +272,7 @@ def test_a_device_without_free_memory_is_asked_for_buffers_once(
     """At each refusal PyTorch frees the memory that it caches for the model, and waits for the device."""
     arena = Arena.create(ARENA)
     cache = synthetic_cache(PAGE, 17, LAYERS, "LBHNC", device)
-    copier = CudaCopier(cache.layout, arena, 0, Lanes.make(CudaStreams(device)), pinned(arena), strategy="gather")
+    copier = CudaCopier(cache.layout, arena, Lanes.make(CudaStreams(device)), pinned(arena), strategy="gather")
     cache.pages[0].copy_(torch.randint(-128, 128, (17, PAGE), dtype=torch.int8))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -305,7 +305,7 @@ def test_copies_have_the_priority_of_the_model_and_their_kernels_a_higher_one(de
 
 def test_the_device_chooses_the_copier(device: torch.device) -> None:
     arena = Arena.create(ARENA)
-    copier = make_copier(DeviceLayout(device, {}), arena, 0)
+    copier = make_copier(DeviceLayout(device, {}), arena)
     assert isinstance(copier, CudaCopier)
     copier.close()
 

@@ -41,8 +41,10 @@ class Rank:
         self._rank = rank
         self._moving = fake_cuda.run_kernels() if fake_cuda.is_loaded() else None
         self._cache = synthetic_cache(PAGE, BLOCKS, LAYERS, "LBHNC", torch.device("cuda", rank))
-        parallel: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2))
-        self._worker = WorkerConnector(parallel, self._cache.config)
+        parallel = SimpleNamespace(rank=rank, tensor_parallel_size=2)
+        model = SimpleNamespace(get_total_num_kv_heads=lambda: 2)
+        vllm_config: Any = SimpleNamespace(parallel_config=parallel, model_config=model)
+        self._worker = WorkerConnector(vllm_config, self._cache.config)
         self._worker.register_kv_caches(self._cache.views)
 
     def content(self, value: int) -> np.ndarray:

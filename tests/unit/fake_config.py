@@ -89,6 +89,7 @@ def vllm_config(model="org/model", extra=None, max_model_len=4096, **parallel):
             disable_sliding_window=False,
             multimodal_config=None,
             max_model_len=max_model_len,
+            get_total_num_kv_heads=lambda: 2 * sizes["tensor_parallel_size"],
         ),
         load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,

@@ -27,10 +27,10 @@ class SlowRank(Rank):
         monkeypatch.setattr(worker, "make_copier", self._copier)
         self.worker.register_kv_caches(self.caches)
 
-    def _copier(self, layout: Any, arena: Any, rank: int, pinner: Any, gather_below: int) -> CudaCopier:
+    def _copier(self, layout: Any, arena: Any, pinner: Any, gather_below: int) -> CudaCopier:
         assert self.free, "a second copier would need device memory of its own"
         lanes = self.free.pop()
-        return CudaCopier(layout, arena, rank, lanes, None, on_close=lambda: self.free.append(lanes))
+        return CudaCopier(layout, arena, lanes, None, on_close=lambda: self.free.append(lanes))
 
     def queue(self) -> None:
         """Let the lanes' threads queue all copies on the device, which runs nothing."""

@@ -8,10 +8,10 @@ from undercroft.errors import ConfigError
 from undercroft_bench.copy_cpu import run_copy_bench
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
-def test_fields(layout: str) -> None:
-    result = run_copy_bench(block_bytes=10_000, blocks=5, layers=3, rounds=2, layout=layout)
-    assert (result["block_bytes"], result["blocks"], result["layers"]) == (9_999, 5, 3)
+@pytest.mark.parametrize(("layout", "ranks"), [("LBHNC", 1), ("BLHNC", 1), ("LBHNC", 4)])
+def test_fields(layout: str, ranks: int) -> None:
+    result = run_copy_bench(block_bytes=10_000, blocks=5, layers=3, rounds=2, layout=layout, ranks=ranks)
+    assert (result["block_bytes"], result["blocks"], result["layers"], result["ranks"]) == (9_999, 5, 3, ranks)
     assert result["routine"] in ("streaming", "streaming, 1 KiB ahead", "streaming, 4 KiB ahead", "memcpy")
     for field in ("save_gbps", "load_gbps", "raw_gbps", "save_share", "load_share", "checksum_gbps"):
         assert result[field] > 0

@@ -156,7 +156,8 @@ def test_two_ranks_fill_a_payload_over_the_socket(serve: Any) -> None:
     job = TransferJob(1, "r", 0, [GroupCopy(0, np.array([4]), np.array([8192]))])
     for rank in range(2):
         parallel = SimpleNamespace(rank=rank, tensor_parallel_size=2)
-        vllm_config: Any = SimpleNamespace(parallel_config=parallel)
+        model = SimpleNamespace(get_total_num_kv_heads=lambda: 3)
+        vllm_config: Any = SimpleNamespace(parallel_config=parallel, model_config=model)
         worker = WorkerConnector(vllm_config, config)
         caches = allocate(config)
         fill(caches, seed=rank)

@@ -12,7 +12,7 @@ from undercroft._core import Arena, Copier, UndercroftError
 from undercroft.device.api import Ended, Job
 from undercroft.device.cpu import CpuCopier
 from undercroft.device.factory import make_copier
-from undercroft.device.layout import SUPPORTED_LAYOUTS, DeviceLayout, GroupCopy, device_layout
+from undercroft.device.layout import SUPPORTED_LAYOUTS, DeviceLayout, GroupCopy, Part, device_layout
 
 ARENA = 1 << 20
 GROUPS = [group("window", 3, sliding()), group("full", 3, full()), group("state", 3, state(padded=1024))]
@@ -34,7 +34,7 @@ def test_saved_blocks_come_back_into_other_blocks(layout: str) -> None:
     config = plan(layout, GROUPS)
     caches = allocate(config)
     device = device_layout(config, caches)
-    copier = CpuCopier(device, Arena.create(ARENA), rank=0)
+    copier = CpuCopier(device, Arena.create(ARENA))
     saved = {0: [1, 4], 1: [2, 3, 5], 2: [6]}
     slots = {0: [8192, 40960], 1: [0, 16384, 65536], 2: [131072]}
     expected = {index: [block_content(config, caches, index, b) for b in blocks] for index, blocks in saved.items()}
@@ -58,7 +58,8 @@ def test_ranks_share_a_payload_side_by_side() -> None:
     for rank in range(2):
         caches = allocate(config)
         fill(caches, seed=10 + rank)
-        ranks.append((caches, CpuCopier(device_layout(config, caches), arena, rank)))
+        part = Part(rank, 2, by_heads=False)
+        ranks.append((caches, CpuCopier(device_layout(config, caches, part), arena)))
     expected = [block_content(config, caches, 0, 3) for caches, _ in ranks]
     for caches, copier in ranks:
         run(copier, 1, True, copy_of(0, [3], [4096]))
@@ -73,7 +74,7 @@ def test_ranks_share_a_payload_side_by_side() -> None:
 def test_a_mixed_group_keeps_each_layer() -> None:
     config = plan("BLHNC", [mixed_group("mixed", [full(), full(heads=4), full(), full(head_size=16)])])
     caches = allocate(config)
-    copier = CpuCopier(device_layout(config, caches), Arena.create(ARENA), rank=0)
+    copier = CpuCopier(device_layout(config, caches), Arena.create(ARENA))
     expected = block_content(config, caches, 0, 1)
     run(copier, 1, True, copy_of(0, [1], [0]))
     fill(caches, seed=2)
@@ -84,7 +85,7 @@ def test_a_mixed_group_keeps_each_layer() -> None:
 def test_what_cannot_be_copied_queues_nothing() -> None:
     config = plan("LBHNC", GROUPS)
     caches = allocate(config)
-    copier = CpuCopier(device_layout(config, caches), Arena.create(ARENA), rank=0)
+    copier = CpuCopier(device_layout(config, caches), Arena.create(ARENA))
     before = storage(caches).copy()
     good = copy_of(1, [1], [0])
     for bad, error, message in [
@@ -103,7 +104,7 @@ def test_what_cannot_be_copied_queues_nothing() -> None:
 def test_an_empty_job_ends() -> None:
     config = plan("LBHNC", GROUPS)
     layout = device_layout(config, allocate(config))
-    copier = CpuCopier(layout, Arena.create(ARENA), rank=0)
+    copier = CpuCopier(layout, Arena.create(ARENA))
     assert copier.submit(True, [Job(4, [])]) == [0]
     assert copier.poll() == [Ended(4, True, 0.0)]
 
@@ -112,9 +113,9 @@ def test_the_device_chooses_the_copier() -> None:
     import torch
 
     arena = Arena.create(ARENA)
-    assert isinstance(make_copier(DeviceLayout(torch.device("cpu"), {}), arena, 0), CpuCopier)
+    assert isinstance(make_copier(DeviceLayout(torch.device("cpu"), {}), arena), CpuCopier)
     with pytest.raises(ValueError, match="on meta; CUDA devices and vLLM's CPU platform are supported"):
-        make_copier(DeviceLayout(torch.device("meta"), {}), arena, 0)
+        make_copier(DeviceLayout(torch.device("meta"), {}), arena)
 
 
 def test_no_threads_and_odd_sizes_are_refused() -> None:

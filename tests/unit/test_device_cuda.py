@@ -20,7 +20,7 @@ from undercroft._core import Arena, StagedCopies
 from undercroft.device.api import Ended, Job
 from undercroft.device.cuda import STRATEGIES, CudaCopier, runs
 from undercroft.device.lane import Lanes
-from undercroft.device.layout import SUPPORTED_LAYOUTS, DeviceLayout, GroupCopy, GroupLayout
+from undercroft.device.layout import SUPPORTED_LAYOUTS, DeviceLayout, GroupCopy, GroupLayout, Part
 from undercroft.device.synthetic import SyntheticCache, synthetic_cache
 from undercroft.log import logger
 
@@ -48,7 +48,7 @@ def make(
     cache = synthetic_cache(page, 7, LAYERS, layout)
     arena = Arena.create(ARENA)
     lanes = Lanes.make(streams, shards * page * LAYERS, thread)
-    return CudaCopier(cache.layout, arena, 0, lanes, pinner, **settings), cache, arena
+    return CudaCopier(cache.layout, arena, lanes, pinner, **settings), cache, arena
 
 
 def work(
@@ -518,7 +518,7 @@ def test_layers_whose_pages_lie_at_other_distances_from_block_to_block(strategy:
     group = GroupLayout(0, blocks, addresses, strides, sizes, places, 2 * page)
     layout, arena, streams = DeviceLayout(memory.device, {0: group}, (memory,)), Arena.create(ARENA), ManualStreams(0)
     lanes = Lanes.make(streams, 8 * page, lambda name: AtOnceExecutor())
-    copier = CudaCopier(layout, arena, 0, lanes, None, strategy=strategy)
+    copier = CudaCopier(layout, arena, lanes, None, strategy=strategy)
     ids, slots = np.array([1, 4, 2]), np.array([0, 4096, 8192])
     copier.submit(True, [Job(1, [GroupCopy(0, ids, slots)])])
     streams.settle()
@@ -554,13 +554,14 @@ def test_a_larger_staging_buffer_is_used_when_all_work_of_the_first_has_run() ->
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_rank_has_the_shard_behind_those_of_the_ranks_before_it(strategy: str) -> None:
-    cache, arena, streams = synthetic_cache(1008, 7, LAYERS, "LBHNC"), Arena.create(ARENA), ManualStreams(0)
+    arena, streams = Arena.create(ARENA), ManualStreams(0)
     shard = 1008 * LAYERS
     for rank in range(3):
+        cache = synthetic_cache(1008, 7, LAYERS, "LBHNC", part=Part(rank, 3, by_heads=False))
         for page in cache.pages:
             page[2] = rank + 1
         lanes = Lanes.make(streams, 5 * shard, lambda name: AtOnceExecutor())
-        copier = CudaCopier(cache.layout, arena, rank, lanes, None, strategy=strategy)
+        copier = CudaCopier(cache.layout, arena, lanes, None, strategy=strategy)
         copier.submit(True, [Job(rank, [copy_of([2], [0])])])
         streams.settle()
     assert ctypes.string_at(arena.address, 3 * shard) == b"".join(bytes([rank + 1]) * shard for rank in range(3))
@@ -574,7 +575,7 @@ def test_a_job_ends_after_the_blocks_of_its_last_group(strategy: str, to_arena: 
     tensors = tuple(tensor for cache in caches for tensor in cache.layout.tensors)
     layout, arena, streams = DeviceLayout(torch.device("cpu"), groups, tensors), Arena.create(ARENA), ManualStreams(0)
     lanes = Lanes.make(streams, 5 * 1008 * LAYERS, lambda name: AtOnceExecutor())
-    copier = CudaCopier(layout, arena, 0, lanes, None, strategy=strategy)
+    copier = CudaCopier(layout, arena, lanes, None, strategy=strategy)
     both = [copy_of([1, 2], [0, 4096]), copy_of([1, 2, 3], [8192, 12288, 16384], group=1)]
     copier.submit(to_arena, [Job(1, both), Job(2, [copy_of([3], [20480])])])
     ended = []

@@ -39,7 +39,7 @@ def test_shard_bytes_agree_and_runs_cover_every_view(layout: str, groups: str) -
             pages.shard_bytes == group_shard_bytes(config, index) == group_shard_bytes(scheduler_config(config), index)
         )
         assert pages.shard_bytes == pages.sizes.sum()
-        assert pages.shard_offsets.tolist() == [0, *np.cumsum(pages.sizes)[:-1].tolist()]
+        assert pages.offsets.tolist() == [0, *np.cumsum(pages.sizes)[:-1].tolist()]
         for block in (1, BLOCKS - 1):
             touched = np.zeros(raw.size, dtype=bool)
             for address, stride, size in zip(pages.addresses, pages.strides, pages.sizes, strict=True):

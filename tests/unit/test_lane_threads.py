@@ -22,7 +22,7 @@ PAGE, LAYERS = 1000, 3
 def copier(streams: ManualStreams, thread: Callable[[str], Executor]) -> CudaCopier:
     lanes = Lanes.make(streams, 2 * PAGE * LAYERS, thread)
     cache = synthetic_cache(PAGE, 7, LAYERS, "LBHNC")
-    return CudaCopier(cache.layout, Arena.create(64 << 10), 0, lanes, None, strategy="direct")
+    return CudaCopier(cache.layout, Arena.create(64 << 10), lanes, None, strategy="direct")
 
 
 def job(ticket: int) -> Job:

@@ -51,11 +51,14 @@ class Rank:
         ranks: int = 1,
         replicas: int = 1,
         spec: KVCacheSpec | None = None,
+        heads: int = 0,
     ) -> None:
         self.config = plan(layout, [group("full", 3, spec or full())])
         self.config.kv_tp_replicas = replicas
         parallel = SimpleNamespace(rank=rank, tensor_parallel_size=ranks)
-        vllm_config: Any = SimpleNamespace(parallel_config=parallel)
+        hf_config = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads})
+        model = SimpleNamespace(get_total_num_kv_heads=lambda: heads, hf_text_config=hf_config)
+        vllm_config: Any = SimpleNamespace(parallel_config=parallel, model_config=model)
         self.worker = WorkerConnector(vllm_config, self.config, attach=host.attach, clock=lambda: host.now)
         self.caches = allocate(self.config)
         fill(self.caches, seed=rank)
@@ -136,6 +139,24 @@ def test_ranks_with_the_same_kv_have_one_shard_and_take_turns_to_save_it(host: H
         fill(one.caches, seed=77)
         assert one.step(meta(loads=[job(3, blocks, slots)])) == ({"r"}, set(), None)
         assert [one.block(block) for block in blocks] == content
+
+
+def test_one_rank_loads_what_ranks_with_replicated_heads_saved(host: Host) -> None:
+    """Four ranks have two heads: each pair takes turns to save one, and a single rank has both."""
+    ranks, blocks, slots = [Rank(host, "LBHNC", rank, 4, 1, full(heads=1), 2) for rank in range(4)], [1, 2], [0, 4096]
+    for rank, one in enumerate(ranks):
+        fill(one.caches, seed=rank // 2)
+        one.worker.register_kv_caches(one.caches)
+        one.step(meta(saves=[job(1, blocks, slots)]))
+        stats = one.worker.get_kv_connector_stats()
+        assert stats is not None
+        assert stats["save_bytes"] == 3 * 512
+    alone = Rank(host, spec=full(heads=2), heads=2)
+    alone.worker.register_kv_caches(alone.caches)
+    assert alone.step(meta(loads=[job(2, blocks, slots)]))[0] == {"r"}
+    for block in blocks:
+        halves = [one.block(block) for one in (ranks[0], ranks[2])]
+        assert alone.block(block) == [first + second for first, second in zip(*halves, strict=True)]
 
 
 def test_vllm_reports_that_ranks_hold_the_same_latents_and_they_are_kept_once(host: Host) -> None:

@@ -38,8 +38,8 @@ class Runner:
 
         lanes = Lanes.make(self.streams, thread=lambda name: AtOnceExecutor())
 
-        def copier(device: Any, arena: Arena, rank: int, pinner: None, gather_below: int) -> CudaCopier:
-            return CudaCopier(device, arena, rank, lanes, pinner)
+        def copier(device: Any, arena: Arena, pinner: None, gather_below: int) -> CudaCopier:
+            return CudaCopier(device, arena, lanes, pinner)
 
         monkeypatch.setattr(worker, "make_copier", copier)
         config = vllm_config()

@@ -16,7 +16,7 @@ import torch
 from undercroft._core import Arena
 from undercroft.device.api import GATHER_BELOW, DeviceCopier, Job
 from undercroft.device.factory import make_copier, pin_arena
-from undercroft.device.layout import GroupCopy
+from undercroft.device.layout import GroupCopy, Part
 from undercroft.device.synthetic import SyntheticCache, synthetic_cache
 
 SLOT_ALIGN = 4096
@@ -154,7 +154,8 @@ def copying(
     device (bytes).
     """
     slot = -(-page * layers * ranks // SLOT_ALIGN) * SLOT_ALIGN
-    cache = synthetic_cache(page, blocks, layers, layout, rig.device)
+    part = Part(rank, ranks, by_heads=False)
+    cache = synthetic_cache(page, blocks, layers, layout, rig.device, part)
     arena = arena or Arena.create(slot * slots)
     pinner: Any = pin_arena(rig.device, arena) if pinned else NothingPinned()
     try:
@@ -162,7 +163,7 @@ def copying(
             pinner.wait()
             if pinner.pinned_bytes < arena.size:
                 raise RuntimeError(f"only {pinner.pinned_bytes} of {arena.size} bytes of host memory could be pinned")
-        one = Copying(rig, cache, arena, make_copier(cache.layout, arena, rank, pinner, gather_below), slot, page, rank)
+        one = Copying(rig, cache, arena, make_copier(cache.layout, arena, pinner, gather_below), slot, page, rank)
         del cache
         try:
             yield one

@@ -16,12 +16,13 @@ from undercroft.connector.observe.events import Events, NoEvents, events_of
 from undercroft.connector.observe.recording import Recorder
 from undercroft.connector.observe.shadow import Shadow
 from undercroft.connector.observe.stats import Counts, EngineStats
+from undercroft.connector.ranks import Division, division
 from undercroft.connector.remote_use import why_limited
 from undercroft.connector.requests.explanations import Explanations
 from undercroft.connector.requests.hints import RequestHints
 from undercroft.connector.resets import Resets
 from undercroft.connector.scheduler.scheduler import SchedulerConnector
-from undercroft.device.layout import group_shard_bytes, kv_replicas
+from undercroft.device.layout import group_shard_bytes
 from undercroft.engine import open_engine, start_line, whose
 from undercroft.identity import start as identity
 from undercroft.identity.adapters import ADAPTERS
@@ -69,8 +70,9 @@ def start_scheduler(
     `open_engine`, and ConfigError where block hashes are random but the cache is to be shared.
     """
     naming = Naming(config.namespace_salt, config.weights, config.model_id, Digests(digests_file(config.disk_path)))
+    divided = division(vllm_config, kv_cache_config)
     try:
-        description = describe(vllm_config, kv_cache_config, naming)
+        description = describe(vllm_config, kv_cache_config, naming, divided.common_shards)
     except Exception as error:  # a weight file that cannot be read, or a setting that cannot be described
         logger.warning("undercroft is off, vLLM serves without it: %s.", error)
         return None
@@ -87,7 +89,7 @@ def start_scheduler(
     try:
         if seed_reason:
             identity.check_seed(seed_reason, config, is_shared=bool(config.server) or engine.is_shared)
-        registration = groups.registration(_payload_bytes(vllm_config, kv_cache_config, groups))
+        registration = groups.registration(_payload_bytes(divided, kv_cache_config, groups))
         session = engine.register(
             description, registration, groups.engine_block_size, groups.alignment, groups.dropped_tokens
         )
@@ -109,7 +111,7 @@ def start_scheduler(
         stats, recorder, shadow = _observers(vllm_config, config, engine, groups, registration)
         naming.digests.save()
         _say_how_it_runs(config, engine, session, groups, registration)
-        _say_what_does_not_apply(config, engine, ranks, not_reused)
+        _say_what_does_not_apply(config, engine, ranks, not_reused, divided)
         announcement.announce(engine.arena)
     except BaseException:
         engine.close()
@@ -162,10 +164,9 @@ def _observers(
     return EngineStats(engine, tokens_in=tokens_in), recorder, shadow
 
 
-def _payload_bytes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: Groups) -> list[int]:
+def _payload_bytes(divided: Division, kv_cache_config: KVCacheConfig, groups: Groups) -> list[int]:
     """Bytes of a block of each KV cache group, of all ranks together."""
-    shards = vllm_config.parallel_config.tensor_parallel_size // kv_replicas(kv_cache_config)
-    return [group_shard_bytes(kv_cache_config, group) * shards for group in range(len(groups.kinds))]
+    return [group_shard_bytes(kv_cache_config, group) * divided.shards for group in range(len(groups.kinds))]
 
 
 def _say_how_it_runs(
@@ -179,8 +180,13 @@ def _say_how_it_runs(
         logger.warning("undercroft: %s (docs/remote.md)", limited)
 
 
-def _say_what_does_not_apply(config: UndercroftConfig, engine: Engine, ranks: int, not_reused: str | None) -> None:
+def _say_what_does_not_apply(
+    config: UndercroftConfig, engine: Engine, ranks: int, not_reused: str | None, divided: Division
+) -> None:
     if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):
         logger.warning("undercroft: the engine is shared, and its own options apply: %s", "; ".join(ignored))
     if not_reused:
         logger.info("undercroft: cache not reused: %s (docs/identity.md)", not_reused)
+    if divided.reason:
+        size = divided.shards * divided.replicas
+        logger.info("undercroft: the cache serves tensor_parallel_size = %d only: %s", size, divided.reason)

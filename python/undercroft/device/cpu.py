@@ -14,9 +14,8 @@ from undercroft.device.layout import DeviceLayout, GroupCopy, check_blocks
 class CpuCopier:
     """Copies for vLLM's CPU platform, where device pages are host memory."""
 
-    def __init__(self, layout: DeviceLayout, arena: Arena, rank: int, threads: int = 1) -> None:
+    def __init__(self, layout: DeviceLayout, arena: Arena, threads: int = 1) -> None:
         self._layout = layout
-        self._rank = rank
         self._pages = {index: group.pages() for index, group in layout.groups.items()}
         self._copier = Copier(arena, threads)
 
@@ -29,7 +28,7 @@ class CpuCopier:
         """Raises ValueError for a group or a block that cannot be copied."""
         group = self._layout.group(copy.group)
         ids, offsets = (np.asarray(array, dtype=np.int64) for array in (copy.block_ids, copy.offsets))
-        shards = offsets + self._rank * group.shard_bytes
+        shards = offsets + group.begin
         check_blocks(group, ids, shards)
         return self._pages[copy.group].pieces(ids, shards)
 

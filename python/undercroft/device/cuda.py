@@ -55,7 +55,6 @@ class CudaCopier:
         self,
         layout: DeviceLayout,
         arena: Arena,
-        rank: int,
         lanes: Lanes,
         pinner: Pinner | None,
         *,
@@ -70,7 +69,6 @@ class CudaCopier:
             raise ValueError(f"strategy {strategy!r}: not one of {', '.join(STRATEGIES)}")
         self._layout = layout
         self._arena = arena
-        self._rank = rank
         self._streams = lanes.save.streams
         self._pinner = pinner
         self._pin_chunk = pin_chunk or chunk_bytes(arena.size)
@@ -152,9 +150,9 @@ class CudaCopier:
                     total += len(copy.block_ids)
             ends.append(total)
         block_ids = np.concatenate(ids, dtype=np.int64)
-        offsets = np.concatenate(starts, dtype=np.int64) + self._rank * known.shard_bytes
+        offsets = np.concatenate(starts, dtype=np.int64) + known.begin
         check_blocks(known, block_ids, offsets)
-        last = self._arena.size - known.shard_bytes
+        last = self._arena.size - known.span
         if total and (offsets.min() < 0 or offsets.max() > last):
             wrong = offsets[(offsets < 0) | (offsets > last)]
             raise ValueError(
@@ -167,7 +165,7 @@ class CudaCopier:
         """Whether all slots lie in pinned memory."""
         if self._pinner is None:
             return True
-        ends = [int(some.offsets.max()) + some.layout.shard_bytes for some in blocks if some.offsets.size]
+        ends = [int(some.offsets.max()) + some.layout.span for some in blocks if some.offsets.size]
         return max(ends, default=0) <= self._pinner.pinned_bytes
 
     def _start(
@@ -225,6 +223,9 @@ def runs(ends: Sequence[int], least: int) -> Iterator[tuple[int, int]]:
 
 def _gathers(group: GroupLayout, strategy: str, below: int) -> bool:
     """Whether the pages of a group are gathered. ``below``: border in bytes."""
+    if group.span > group.shard_bytes:
+        # Other ranks have bytes in between: a gathered shard needs as many copies as its pages.
+        return False
     if strategy != "auto":
         return strategy == "gather"
     return group.sizes.size > 1 and int(group.sizes.max()) < below

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 def make_copier(
     layout: DeviceLayout,
     arena: Arena,
-    rank: int,
     pinner: ArenaPinner | None = None,
     gather_below: int = GATHER_BELOW,
 ) -> DeviceCopier:
@@ -29,9 +28,9 @@ def make_copier(
     function.
     """
     if layout.device.type == "cpu":
-        return CpuCopier(layout, arena, rank)
+        return CpuCopier(layout, arena)
     if layout.device.type == "cuda":
-        return _cuda_copier(layout, arena, rank, pinner, gather_below)
+        return _cuda_copier(layout, arena, pinner, gather_below)
     raise ValueError(f"no copier for a KV cache on {layout.device}; CUDA devices and vLLM's CPU platform are supported")
 
 
@@ -49,9 +48,7 @@ def pin_arena(device: torch.device, arena: Arena) -> ArenaPinner | None:
     return pin(device, arena)
 
 
-def _cuda_copier(
-    layout: DeviceLayout, arena: Arena, rank: int, pinner: ArenaPinner | None, gather_below: int
-) -> DeviceCopier:
+def _cuda_copier(layout: DeviceLayout, arena: Arena, pinner: ArenaPinner | None, gather_below: int) -> DeviceCopier:
     from undercroft.device.cuda import CudaCopier
     from undercroft.device.cuda_streams import CudaStreams
     from undercroft.device.lane import Lanes, borrow, give_back
@@ -60,7 +57,6 @@ def _cuda_copier(
     return CudaCopier(
         layout,
         arena,
-        rank,
         lanes,
         pinner,
         gather_below=gather_below,

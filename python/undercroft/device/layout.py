@@ -1,16 +1,19 @@
-"""The places of the KV cache's pages in device memory, and the shard that one block's pages make up.
+"""The places of the KV cache's pages in device memory, and in the payload of a block.
 
 vLLM places every layer in one backing allocation: block ``b`` of the ``l``-th layer of a ``KVCacheTensor`` begins at
 ``offset + l * layer_stride + b * block_stride``. A shard is one rank's part of a payload: the page of each layer of
-the group, in the group's layer order, without gaps. Its size follows from the specs alone, so that the scheduler,
-which has no tensors, and every worker compute the same size. The worker checks the specs against the tensors.
+the group, in the group's layer order. Its size follows from the specs alone, so that the scheduler, which has no
+tensors, and every worker compute the same size. The worker checks the specs against the tensors.
+
+A payload divided by heads has the pages of a single rank that has all heads, in the same order and without gaps. Any
+other payload has the shards side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,9 +34,25 @@ class LayoutError(ValueError):
     """The KV cache has a layout that cannot be copied, or a layout that differs from its configuration."""
 
 
+class Part(NamedTuple):
+    """One rank's part of each payload."""
+
+    shard: int = 0
+    """The rank's number among the ranks with different KV."""
+    shards: int = 1
+    """Number of ranks with different KV."""
+    by_heads: bool = True
+    """Whether each page of the payload has the heads of all ranks. Otherwise the shards lie side by side."""
+
+
+WHOLE = Part()
+"""The part of the only rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """The pages of one KV cache group on this rank, as runs of bytes: the layers' pages, adjacent ones merged."""
+    """The pages of one KV cache group on this rank, as runs of bytes: the layers' pages, or pieces of them. Runs that
+    are neighbours on the device and in the payload are one."""
 
     group: int
     num_blocks: int
@@ -43,15 +62,26 @@ class GroupLayout:
     """Bytes from a run in one block to the same run in the next (int64)."""
     sizes: np.ndarray
     """Bytes of each run (int64)."""
-    shard_offsets: np.ndarray
-    """Offset of each run in the shard (int64)."""
+    offsets: np.ndarray
+    """Offset of each run in the payload (int64), ascending."""
     shard_bytes: int
+    """Bytes of all runs."""
 
     def pages(self) -> BlockPages:
-        """The runs, for the core."""
+        """The runs, for the core: as bytes from the begin of this rank's part on."""
         from undercroft._core import BlockPages
 
-        return BlockPages(self.addresses, self.strides, self.sizes, self.shard_offsets)
+        return BlockPages(self.addresses, self.strides, self.sizes, self.offsets - self.begin)
+
+    @property
+    def begin(self) -> int:
+        """Where this rank's part of a payload begins, from the payload's start."""
+        return int(self.offsets[0]) if self.offsets.size else 0
+
+    @property
+    def span(self) -> int:
+        """Bytes from the begin to the end of this rank's part; more than `shard_bytes` if other ranks have some."""
+        return int(self.offsets[-1] + self.sizes[-1]) - self.begin if self.offsets.size else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +105,7 @@ class GroupCopy:
     """Blocks of one KV cache group to copy between the device and the arena.
 
     ``block_ids[i]`` (int64) is the device block, ``offsets[i]`` (int64) the offset in bytes of its payload from the
-    start of the arena. A payload holds all shards side by side: shard s begins at ``offset + s * shard_bytes``. Each
-    rank has a shard of its own, except that ranks with the same KV (`kv_replicas`) share one shard.
+    start of the arena. Each rank copies its `Part` of the payload.
     """
 
     group: int
@@ -120,8 +149,8 @@ def group_shard_bytes(config: KVCacheConfig, group: int) -> int:
     return sum(_page_bytes(config, group))
 
 
-def device_layout(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) -> DeviceLayout:
-    """Find the pages of ``kv_caches``, the tensors that vLLM registers, one for each layer.
+def device_layout(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], part: Part = WHOLE) -> DeviceLayout:
+    """Find the pages of ``kv_caches``, the tensors that vLLM registers, one for each layer, on a rank with ``part``.
 
     Raises LayoutError if the layout is not supported, or the tensors' places differ from ``config``.
     """
@@ -131,7 +160,7 @@ def device_layout(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) 
     devices = {tensor.device for tensor in kv_caches.values()}
     if len(devices) != 1:
         raise LayoutError(f"expected the KV cache on one device, found {sorted(map(str, devices))}")
-    groups = {group: _group_layout(config, group, kv_caches) for group in copied_groups(config)}
+    groups = {group: _group_layout(config, group, kv_caches, part) for group in copied_groups(config)}
     return DeviceLayout(devices.pop(), groups, tuple(kv_caches.values()))
 
 
@@ -149,30 +178,42 @@ def check_blocks(layout: GroupLayout, block_ids: np.ndarray, slots: np.ndarray) 
         )
 
 
-def _group_layout(config: KVCacheConfig, group: int, kv_caches: Mapping[str, torch.Tensor]) -> GroupLayout:
+def _group_layout(config: KVCacheConfig, group: int, kv_caches: Mapping[str, torch.Tensor], part: Part) -> GroupLayout:
     pages = _page_bytes(config, group)
-    addresses: list[int] = []
-    strides: list[int] = []
-    sizes: list[int] = []
+    runs: list[list[int]] = []
+    begin = 0 if part.by_heads else part.shard * sum(pages)
     for name, page in zip(config.kv_cache_groups[group].layer_names, pages, strict=True):
         tensor, index = _placement(config, name)
         address = _checked_address(config, name, tensor, index, page, kv_caches)
-        if addresses and address == addresses[-1] + sizes[-1] and tensor.block_stride == strides[-1]:
-            sizes[-1] += page
-        else:
-            addresses.append(address)
-            strides.append(tensor.block_stride)
-            sizes.append(page)
-    run_sizes = np.array(sizes, dtype=np.int64)
-    return GroupLayout(
-        group=group,
-        num_blocks=config.num_blocks,
-        addresses=np.array(addresses, dtype=np.int64),
-        strides=np.array(strides, dtype=np.int64),
-        sizes=run_sizes,
-        shard_offsets=np.cumsum(run_sizes) - run_sizes,
-        shard_bytes=sum(sizes),
-    )
+        is_split = part.by_heads and part.shards > 1
+        count = _pieces(config, name, page, kv_caches[name]) if is_split else 1
+        size = page // count
+        for piece in range(count):
+            # A page of the payload has so many pieces too, each with the heads of all ranks, one after the other.
+            offset = begin + (piece * part.shards + part.shard) * size if is_split else begin
+            _append(runs, address + piece * size, tensor.block_stride, size, offset)
+        begin += page * part.shards if is_split else page
+    addresses, strides, sizes, offsets = np.array(runs, dtype=np.int64).reshape(-1, 4).T.copy()
+    return GroupLayout(group, config.num_blocks, addresses, strides, sizes, offsets, sum(pages))
+
+
+def _append(runs: list[list[int]], address: int, stride: int, size: int, offset: int) -> None:
+    """Append a run, or lengthen the last one if this one goes on with it on both sides."""
+    if runs:
+        last_address, last_stride, last_size, last_offset = runs[-1]
+        if (last_address + last_size, last_stride, last_offset + last_size) == (address, stride, offset):
+            runs[-1][2] += size
+            return
+    runs.append([address, stride, size, offset])
+
+
+def _pieces(config: KVCacheConfig, name: str, page: int, view: torch.Tensor) -> int:
+    """Number of runs of a page that each have one or more tokens of all of the rank's heads."""
+    kernel_blocks: int = view.shape[0] // config.num_blocks
+    if view.ndim != 4 or view[:kernel_blocks].numel() * view.element_size() != page:
+        raise LayoutError(f"layer {name}: a page of shape {tuple(view.shape[1:])} is not one of heads and tokens")
+    tokens: int = 1 if str(config.kv_cache_layout).endswith("HNC") else view.shape[2]
+    return kernel_blocks * tokens
 
 
 def _placement(config: KVCacheConfig, layer: str) -> tuple[KVCacheTensor, int]:

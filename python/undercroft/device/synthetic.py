@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from undercroft.device.layout import DeviceLayout, device_layout
+from undercroft.device.layout import WHOLE, DeviceLayout, Part, device_layout
 
 
 class SyntheticCache(NamedTuple):
@@ -23,7 +23,12 @@ class SyntheticCache(NamedTuple):
 
 
 def synthetic_cache(
-    page_bytes: int, blocks: int, layers: int, layout: str, device: torch.device | str = "cpu"
+    page_bytes: int,
+    blocks: int,
+    layers: int,
+    layout: str,
+    device: torch.device | str = "cpu",
+    part: Part = WHOLE,
 ) -> SyntheticCache:
     """``layers`` layers with pages of ``page_bytes`` bytes in the KV cache layout ``layout``, all bytes zero."""
     names = [f"layers.{index}" for index in range(layers)]
@@ -42,4 +47,4 @@ def synthetic_cache(
     )
     pages = [raw.as_strided((blocks, page_bytes), (block_stride, 1), index * layer_stride) for index in range(layers)]
     views = {name: page.view(blocks, 1, 1, page_bytes) for name, page in zip(names, pages, strict=True)}
-    return SyntheticCache(device_layout(config, views), tuple(pages), config, views)
+    return SyntheticCache(device_layout(config, views, part), tuple(pages), config, views)

@@ -59,8 +59,13 @@ class Naming:
     digests: Digests = dataclasses.field(default_factory=Digests)
 
 
-def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, naming: Naming | None = None) -> str:
+def describe(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, naming: Naming | None = None, common_shards: int = 0
+) -> str:
     """The description as canonical JSON: sorted keys, no spaces; equal settings give equal text in any process.
+
+    ``common_shards``: into how many shards the ranks divide a payload that does not depend on them. The description is
+    then that of a single rank. 0 for payloads that depend on the number of ranks.
 
     Raises TypeError for a setting that cannot be described.
     """
@@ -88,8 +93,8 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, naming: Na
         "layout": kv_cache_config.kv_cache_layout,
         "pages": schemes.page_scheme(kv_cache_config, backends),
         "hash": _hash(vllm_config, kv_cache_config),
-        "parallel": _parallel(vllm_config.parallel_config, kv_cache_config),
-        "groups": [_group(group) for group in kv_cache_config.kv_cache_groups],
+        "parallel": _parallel(vllm_config.parallel_config, kv_cache_config, common_shards),
+        "groups": [_group(group, common_shards) for group in kv_cache_config.kv_cache_groups],
     }
     return _fitting({name: value for name, value in description.items() if value not in ({}, None)})
 
@@ -251,14 +256,17 @@ def _draft(speculative_config: Any, naming: Naming) -> dict[str, Any] | None:
     }
 
 
-def _parallel(parallel_config: Any, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+def _parallel(parallel_config: Any, kv_cache_config: KVCacheConfig, common_shards: int) -> dict[str, Any]:
+    ranks, replicas = parallel_config.tensor_parallel_size, kv_replicas(kv_cache_config)
+    if common_shards:
+        ranks = replicas = 1
     return {
-        "tensor": parallel_config.tensor_parallel_size,
+        "tensor": ranks,
         "pipeline": parallel_config.pipeline_parallel_size,
         "prefill_context": parallel_config.prefill_context_parallel_size,
         "decode_context": parallel_config.decode_context_parallel_size,
-        "kv_replicas": kv_replicas(kv_cache_config),
-        "kv_shards": parallel_config.tensor_parallel_size // kv_replicas(kv_cache_config),
+        "kv_replicas": replicas,
+        "kv_shards": ranks // replicas,
         **_unknown_fields("ParallelConfig", parallel_config),
     }
 
@@ -276,9 +284,12 @@ def _hash(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, 
     }
 
 
-def _group(group: Any) -> dict[str, Any]:
+def _group(group: Any, common_shards: int) -> dict[str, Any]:
     specs: list[list[Any]] = []
     for spec in map(_spec, compat.layer_specs(group.kv_cache_spec)):
+        if common_shards > 1:
+            spec["num_kv_heads"] *= common_shards
+            spec["page_bytes"] *= common_shards
         # Successive equal layers are described once: the description must fit into the directory's table.
         if specs and specs[-1][1] == spec:
             specs[-1][0] += 1

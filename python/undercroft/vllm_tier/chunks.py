@@ -9,6 +9,7 @@ import numpy as np
 
 from undercroft import compat
 from undercroft.connector.groups import EngineGroup, Groups
+from undercroft.connector.ranks import divides_by_heads
 from undercroft.embed import Blocks, Group
 
 if TYPE_CHECKING:
@@ -210,12 +211,9 @@ def canonical_shards(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, of
 
 def _shards(spec: Any, heads: int, ranks: int) -> int:
     """Number of different pieces of a layer's page among the ranks of a model with so many heads; 0: not known."""
-    kind = type(spec).__name__
-    if kind == "MLAAttentionSpec":
+    if type(spec).__name__ == "MLAAttentionSpec":
         return 1
-    own = max(1, heads // ranks)
-    is_split = kind in ("FullAttentionSpec", "SlidingWindowSpec") and spec.num_head_slots is None
-    return min(heads, ranks) if is_split and spec.num_kv_heads == own else 0
+    return min(heads, ranks) if divides_by_heads(spec, heads, ranks) else 0
 
 
 def why_unsupported(kv_cache_config: KVCacheConfig, offloaded: Collection[int]) -> str | None:

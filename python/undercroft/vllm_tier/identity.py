@@ -21,9 +21,7 @@ def describe_tier(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, naming: Naming, offloading_config: Any, chunks: Chunks
 ) -> str:
     """The description as canonical JSON. Raises TypeError for a setting that cannot be described."""
-    description = json.loads(describe(vllm_config, kv_cache_config, naming))
-    if chunks.shards:
-        _leave_ranks_out(description, chunks.shards)
+    description = json.loads(describe(vllm_config, kv_cache_config, naming, chunks.shards))
     description["rows"] = {
         "version": ROWS,
         "layout": _layout(offloading_config),
@@ -33,18 +31,6 @@ def describe_tier(
         "groups": [group.group_id for group in offloading_config.groups],
     }
     return json.dumps(description, sort_keys=True, separators=(",", ":"))
-
-
-def _leave_ranks_out(description: dict[str, Any], shards: int) -> None:
-    """Describe the pages as one rank has them that has all heads."""
-    groups = description["groups"]
-    if not isinstance(groups, list):
-        return  # a digest, because the text was too long
-    for group in groups:
-        for _, spec in group["specs"]:
-            spec["num_kv_heads"] *= shards
-            spec["page_bytes"] *= shards
-    description["parallel"] |= {"tensor": 1, "kv_replicas": 1, "kv_shards": 1}
 
 
 def _layout(offloading_config: Any) -> str:

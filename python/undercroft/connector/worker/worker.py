@@ -18,12 +18,13 @@ from undercroft._core import Arena
 from undercroft.compat import KVConnectorTransferResults
 from undercroft.connector.announcement import Announced
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.ranks import division
 from undercroft.connector.worker.attachment import Attachment, AttachPendingError, WorkerError
 from undercroft.connector.worker.outcomes import Outcomes
 from undercroft.connector.worker.watching import WATCH_S, Watcher
 from undercroft.device.api import GATHER_BELOW, DeviceCopier, Job
 from undercroft.device.factory import make_copier, uses_pinned
-from undercroft.device.layout import DeviceLayout, device_layout, kv_replicas
+from undercroft.device.layout import DeviceLayout, device_layout
 from undercroft.log import LogOnce
 
 if TYPE_CHECKING:
@@ -42,9 +43,8 @@ class _DeclinedError(WorkerError):
 
 
 class _Share(NamedTuple):
-    """The part of the KV cache that this rank copies: ranks with the same KV, which are neighbours, share one shard."""
+    """The blocks that this rank saves, of those that neighbouring ranks with the same KV save for each other."""
 
-    shard: int
     replica: int
     replicas: int
 
@@ -97,10 +97,11 @@ class WorkerConnector:
         """
         self._declined = declined
         parallel = vllm_config.parallel_config
+        divided = division(vllm_config, kv_cache_config)
         # There is only one pipeline stage.
-        replicas = kv_replicas(kv_cache_config)
-        shard, replica = divmod(parallel.rank % parallel.tensor_parallel_size, replicas)
-        self._share = _Share(shard, replica, replicas)
+        rank = parallel.rank % parallel.tensor_parallel_size
+        self._part = divided.part(rank)
+        self._share = _Share(rank % divided.replicas, divided.replicas)
         self._config = kv_cache_config
         self._gather_below = gather_below
         self._kv_caches: dict[str, torch.Tensor] = {}
@@ -130,7 +131,7 @@ class WorkerConnector:
         self._end_copies()
         self._layout = None
         self._kv_caches = dict(kv_caches)
-        self._layout = device_layout(self._config, kv_caches)
+        self._layout = device_layout(self._config, kv_caches, self._part)
 
     @_exclusive
     def attach_early(self, announced: Announced) -> None:
@@ -152,7 +153,7 @@ class WorkerConnector:
     def restore_kv_caches(self) -> None:
         """vLLM has allocated the device memory again: find the pages. Raises LayoutError like `register_kv_caches`."""
         if self._layout is None and self._kv_caches:
-            self._layout = device_layout(self._config, self._kv_caches)
+            self._layout = device_layout(self._config, self._kv_caches, self._part)
 
     # Most steps have no transfer. The next methods find that out without the lock, in a comparison or two.
 
@@ -320,9 +321,7 @@ class WorkerConnector:
         try:
             self._watch()
             attached = self._arena.attach(layout.device)
-            return self._copier or make_copier(
-                layout, attached.mapping, self._share.shard, attached.pinner, self._gather_below
-            )
+            return self._copier or make_copier(layout, attached.mapping, attached.pinner, self._gather_below)
         except AttachPendingError:
             raise
         except Exception:

@@ -81,6 +81,9 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
     )
     copy.add_argument("--blocks", type=_positive, metavar="K", help="cpu: blocks of a job (256; on cuda always 64)")
     copy.add_argument(
+        "--ranks", type=_positive, metavar="N", help="cpu: copy as the first of N ranks, which share each payload (1)"
+    )
+    copy.add_argument(
         "--strategy",
         choices=("auto", "direct", "gather"),
         help="cuda: copy pages straight, or gather them on the device (auto: as their size suggests)",
@@ -230,14 +233,15 @@ def _copy_on_cpu(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, A
         raise ConfigError("--strategy is for --device cuda: in host memory there is one way to copy")
     from undercroft_bench.copy_cpu import run_copy_bench
 
-    if args.blocks is not None:
-        given["blocks"] = args.blocks
+    given |= {name: value for name in ("blocks", "ranks") if (value := getattr(args, name)) is not None}
     return run_copy_bench(**given)
 
 
 def _copy_on_cuda(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
     if args.blocks is not None:
         raise ConfigError("--blocks is for --device cpu: on cuda a job has 64 blocks")
+    if args.ranks is not None:
+        raise ConfigError("--ranks is for --device cpu")
     from undercroft_bench.copy_cuda import GRID, run_cuda_copy_bench
 
     cases = list(dict.fromkeys(case._replace(**given) for case in GRID))

@@ -13,7 +13,7 @@ import numpy as np
 from undercroft._core import Arena
 from undercroft.device.api import DeviceCopier, Job
 from undercroft.device.cpu import CpuCopier
-from undercroft.device.layout import GroupCopy
+from undercroft.device.layout import GroupCopy, Part
 from undercroft.device.synthetic import synthetic_cache
 from undercroft.errors import ConfigError
 from undercroft_bench import _bench
@@ -22,9 +22,17 @@ PAGE_ALIGN = 4096
 
 
 def run_copy_bench(
-    *, block_bytes: int = 2 << 20, blocks: int = 256, layers: int = 32, rounds: int = 7, layout: str = "LBHNC"
+    *,
+    block_bytes: int = 2 << 20,
+    blocks: int = 256,
+    layers: int = 32,
+    rounds: int = 7,
+    layout: str = "LBHNC",
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """Copy ``blocks`` blocks of ``block_bytes`` bytes, spread over ``layers`` layers, ``rounds`` times each way.
+
+    The blocks are those of the first of ``ranks`` ranks: each page is a part of a larger one in the arena.
 
     Every round also copies as many bytes by one memcpy in the same direction. Speeds are medians in 1e9 bytes/s,
     shares the medians of the rounds' own ratios. ``routine`` names the routine that copies, ``checksum_gbps`` is the
@@ -34,10 +42,10 @@ def run_copy_bench(
     page = block_bytes // layers
     if page == 0:
         raise ConfigError(f"block_bytes {block_bytes} is less than a byte for each of {layers} layers; give more")
-    device = synthetic_cache(page, blocks + 1, layers, layout).layout
-    slot = -(-page * layers // PAGE_ALIGN) * PAGE_ALIGN
+    device = synthetic_cache(page, blocks + 1, layers, layout, part=Part(0, ranks)).layout
+    slot = -(-page * layers * ranks // PAGE_ALIGN) * PAGE_ALIGN
     arena = Arena.create(blocks * slot)
-    copier = CpuCopier(device, arena, rank=0)
+    copier = CpuCopier(device, arena)
 
     order = np.random.default_rng(0)
     ids = order.permutation(np.arange(1, blocks + 1, dtype=np.int64))
@@ -68,6 +76,7 @@ def run_copy_bench(
         "block_bytes": page * layers,
         "blocks": blocks,
         "layers": layers,
+        "ranks": ranks,
         **speeds,
         **{f"{way}_share": round(statistics.median(ratios), 3) for way, ratios in shares.items()},
         "checksum_gbps": round(_bench.checksum_gbps(page * layers, blocks, rounds), 3),

@@ -102,7 +102,7 @@ class Bench:
         block, half = page * case.layers, jobs * JOB_BLOCKS
         blocks = max(2 * half + 1, self.cache_bytes // block)
         cache = synthetic_cache(page, blocks, case.layers, case.layout, self.device)
-        copier = CudaCopier(cache.layout, self.arena, 0, self.lanes, None, strategy=self.strategy)
+        copier = CudaCopier(cache.layout, self.arena, self.lanes, None, strategy=self.strategy)
         order = np.random.default_rng(0)
         scattered = order.permutation(np.arange(1, blocks))
 

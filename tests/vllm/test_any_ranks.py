@@ -1,0 +1,127 @@
+"""One cache for every number of ranks: what one rank saves, two load, and the other way around."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from connector_engine import BLOCK, LONG, OTHER, core, settled
+from hybrid_engine import Model
+from real_engine import Engine, Generation, prompt
+from tiny_models import Shape, make_llama
+from undercroft import _core
+
+pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(600)]
+
+Start = Callable[..., Engine]
+TWO: dict[str, Any] = {"executor": "mp", "tensor_parallel_size": 2}
+HELD = len(LONG) // BLOCK * BLOCK
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts an engine of a model with so many ranks, on the test's one directory."""
+    started: list[Engine] = []
+
+    def start(model: Path, ranks: int, options: dict[str, Any] | None = None, **arguments: Any) -> Engine:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
+        sizes = {"max_model_len": 2048, "blocks": 64, **(TWO if ranks == 2 else {}), **arguments}
+        started.append(Engine(model, options or on_disk(tmp_path), **sizes))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.close()
+
+
+def on_disk(directory: Path) -> dict[str, Any]:
+    return {"host_memory": "64MiB", "disk_path": str(directory / "cache"), "disk_capacity": "128MiB"}
+
+
+def answers(running: Engine, *prompts: list[int]) -> list[Generation]:
+    """The answers to prompts, one after the other, all of whose blocks are then on disk."""
+    found = []
+    for ids in prompts:
+        found.append(running.generate(ids, 16, logprobs=5))
+        settled(running)
+    assert core(running).flush(30.0)
+    assert core(running).stats()["checksum_failures"] == 0
+    return found
+
+
+def pages(running: Engine) -> list[np.ndarray]:
+    """Of each layer, the blocks of the first prompt on the device; the pool gives out blocks from 1 on."""
+    caches = running.core.model_executor.driver_worker.worker.model_runner.kv_caches
+    return [cache[1 : 1 + HELD // BLOCK].clone().view(torch.float32).numpy() for cache in caches]
+
+
+@pytest.fixture(scope="module")
+def heads_1(model_root: Path) -> Path:
+    """A model with one head of keys and values, which every rank holds."""
+    return make_llama(model_root / "llama_one_head", Shape(kv_heads=1))
+
+
+@pytest.fixture(scope="module")
+def heads_2(llama: Path) -> Path:
+    return llama
+
+
+@pytest.fixture(scope="module")
+def heads_8(model_root: Path) -> Path:
+    return make_llama(model_root / "llama_eight_heads", Shape(heads=8, kv_heads=8, head_dim=32))
+
+
+@pytest.mark.parametrize("name", ["heads_1", "heads_2", "heads_8"])
+def test_one_rank_and_two_load_what_the_other_saved(
+    start: Start, name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    directory = request.getfixturevalue(name)
+    same = Model(name, directory, "float32", BLOCK, 0).same
+    more = LONG + prompt(4 * BLOCK, 7)
+
+    one = start(directory, 1)
+    [computed] = answers(one, LONG)
+    assert computed.cached == 0
+    one.close()
+
+    two = start(directory, 2)
+    loaded, other, longer = answers(two, LONG, OTHER, more)
+    assert loaded.cached == HELD
+    assert same(loaded, computed)
+    assert other.cached == 5 * BLOCK
+    assert core(two).stats()["disk_reads"] > 0
+    two.close()
+
+    one = start(directory, 1)
+    again, other_again, longer_again = answers(one, LONG, OTHER, more)
+    assert again.cached == HELD
+    assert again.tokens == computed.tokens
+    assert (other_again.cached, longer_again.cached) == (len(OTHER) // BLOCK * BLOCK, len(more) // BLOCK * BLOCK)
+    assert same(other_again, other)
+    assert same(longer_again, longer)
+    [_] = _core.inspect(on_disk(tmp_path)["disk_path"])["namespaces"]
+
+
+def test_two_ranks_save_the_bytes_of_one(start: Start, heads_8: Path, tmp_path: Path) -> None:
+    one = start(heads_8, 1, {"host_memory": "64MiB"})
+    one.generate(LONG, 1)
+    computed = pages(one)
+    one.close()
+
+    two = start(heads_8, 2)
+    answers(two, LONG)
+    two.close()
+
+    one = start(heads_8, 1)
+    assert one.generate(LONG, 1).cached == HELD
+    loaded = pages(one)
+    assert len(loaded) == Shape().layers
+    # Ranks add up their parts of each layer's output, which rounds; the first layer's input is no such sum.
+    assert (loaded[0] == computed[0]).all()
+    for layer, (ours, theirs) in enumerate(zip(computed, loaded, strict=True)):
+        np.testing.assert_allclose(theirs, ours, rtol=1e-3, atol=1e-3, err_msg=f"layer {layer}")
