@@ -45,10 +45,10 @@ def test_full_attention_is_one_group() -> None:
     assert groups(LLAMA, ranks=8) == groups(LLAMA)
 
 
-def test_latent_attention_is_kept_by_each_rank() -> None:
+def test_latent_attention_is_kept_once_for_all_ranks() -> None:
     deepseek = LLAMA | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 61}
     assert groups(deepseek) == [("full", 61, 0, 61 * 576 * 2 * 16)]
-    assert groups(deepseek, ranks=8) == [("full", 61, 0, 61 * 576 * 2 * 16 * 8)]
+    assert groups(deepseek, ranks=8) == [("full", 61, 0, 61 * 576 * 2 * 16)]
 
 
 def test_windows_are_grouped_as_vllm_groups_them() -> None:

@@ -124,14 +124,14 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
 
 def _token_bytes(config: Mapping[str, Any], element: int, ranks: int) -> int:
     if config.get("kv_lora_rank"):
-        # With latent attention, every rank stores the same values.
-        return (_number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")) * element * ranks
+        # All ranks have the same latents, which are kept once.
+        return (_number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")) * element
     heads = _number(config, "num_key_value_heads", "num_attention_heads")
     if config.get("head_dim") is not None:
         size = _number(config, "head_dim")
     else:
         size = _number(config, "hidden_size") // _number(config, "num_attention_heads")
-    # If there are fewer heads than ranks, each rank has one head.
+    # If there are fewer heads than ranks, each rank has one head. Not every KV cache layout lets ranks keep it once.
     return 2 * max(1, heads // ranks) * ranks * size * element
 
 
