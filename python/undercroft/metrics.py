@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from undercroft.reasons import MISSES
+from undercroft.reasons import MISSED, MISSES
 
 PREFIX = "vllm:undercroft_"
 IO_ENGINES = ("io_uring", "thread_pool")
@@ -49,17 +49,26 @@ SHADOWS = range(1, 5)
 # fmt: off
 METRICS: tuple[Metric, ...] = (
     Metric(
-        "lookups", "counter", "Lookups by outcome.", ("outcome",),
-        {f"lookups_{outcome}": (outcome,) for outcome in ("host", "disk", "device", "miss", "timed_out")},
+        "lookups", "counter",
+        "Lookups by outcome: host and disk for hits, on_device if the device has all cached tokens, miss if nothing is "
+        "loaded, timed_out at a time limit.", ("outcome",),
+        {f"lookups_{outcome}": (outcome,) for outcome in ("host", "disk", "on_device", "miss", "timed_out")},
     ),
-    Metric("misses", "counter", "Requests that found nothing to load, by reason.", ("reason",),
-           {f"misses_{reason}": (reason,) for reason in MISSES}),
+    Metric("misses", "counter", "Lookups that found nothing to load, by reason, of all clients of the engine.",
+           ("reason",), {f"misses_{reason}": (reason,) for reason in MISSES}),
     _one("lookup_seconds", "histogram", "Time from the scheduler's first call for a request to the final answer."),
     _one("wait_seconds", "histogram", "The same time, only of lookups that waited for the disk."),
+    _one("asked_tokens", "counter",
+         "Prompt tokens of the requests that have run, each request once: the sum of device_tokens, hit_tokens and "
+         "missed_tokens."),
+    _one("device_tokens", "counter", "Tokens of asked_tokens that the device had."),
     Metric(
-        "hit_tokens", "counter", "Tokens loaded, by the tier that held them.", ("tier",),
-        {f"hit_tokens_{tier}": (tier,) for tier in _TIERS},
+        "hit_tokens", "counter",
+        "Tokens of asked_tokens that were loaded, by the tier that held them. Tier host includes those of the remote "
+        "store.", ("tier",), {f"hit_tokens_{tier}": (tier,) for tier in _TIERS},
     ),
+    Metric("missed_tokens", "counter", "The other tokens of asked_tokens, by the reason.", ("reason",),
+           {f"missed_tokens_{reason}": (reason,) for reason in MISSED}),
     Metric(
         "transfer_bytes", "counter",
         "Bytes moved, by tier and direction. Tier host counts copies between device and host memory.",

@@ -26,8 +26,21 @@ REASONS: dict[str, str] = {
 }
 """Name of a reason -> its meaning. The names are those of `undercroft_contract::explain::Reason`."""
 
-MISSES = tuple(name for name in REASONS if name != "complete")
-"""Reasons of misses: the values of the label of the metric ``misses``."""
+MISSES = tuple(name for name in REASONS if name not in ("complete", "no_server"))
+"""Reasons of lookups that found nothing: the values of the label of the metric ``misses``."""
+
+PROMPT_END, NOT_LOOKED_UP, OTHER_CONNECTOR, NOT_TAKEN = "prompt_end", "not_looked_up", "other_connector", "not_taken"
+BESIDE_LOOKUPS: dict[str, str] = {
+    PROMPT_END: "after the last boundary at which a hit could end: vLLM always computes the last tokens",
+    NOT_LOOKED_UP: "the request may not use the cache, or not from here on: it asks for log probabilities of its "
+    "prompt, or its block hashes do not tell its inputs apart (docs/identity.md)",
+    OTHER_CONNECTOR: "another connector of a MultiConnector has brought them",
+    NOT_TAKEN: "they were found, and vLLM took a shorter hit",
+}
+"""Reasons why tokens of a prompt were not loaded that no lookup gives."""
+REASONS_OF_TOKENS = REASONS | BESIDE_LOOKUPS
+MISSED = tuple(name for name in REASONS_OF_TOKENS if name != "complete")
+"""The values of the label of the metric ``missed_tokens``."""
 
 _WITH_AGE = ("evicted_host", "evicted_disk", "lost")
 

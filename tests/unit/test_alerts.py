@@ -68,6 +68,45 @@ CASES: tuple[tuple[str, dict[str, str], str, bool], ...] = (
 )
 
 
+TTFT = "vllm:time_to_first_token_seconds_bucket"
+
+
+def days(yesterday: int, today: int) -> str:
+    """A counter that grows by so many in a minute of yesterday, and of today."""
+    return f"0+{yesterday}x1440 {yesterday * 1440}+{today}x300"
+
+
+def cached(yesterday: int, today: int, asked: int = 12_000) -> dict[str, str]:
+    """Tokens a minute on the device, and as many loaded."""
+    return {
+        "asked_tokens_total": days(asked, asked),
+        "device_tokens_total": days(yesterday, today),
+        'hit_tokens_total{tier="disk"}': days(yesterday, today),
+    }
+
+
+def answered(within: float, today: float) -> dict[str, str]:
+    """First tokens within so many seconds."""
+    limits = (0.25, 0.5, 1.0, 2.0)
+    return (
+        {"asked_tokens_total": days(12_000, 12_000)}
+        | {f'{TTFT}{{le="{limit}"}}': days(60 * (limit >= within), 60 * (limit >= today)) for limit in limits}
+        | {f'{TTFT}{{le="+Inf"}}': days(60, 60)}
+    )
+
+
+CASES += (
+    ("UndercroftFewerTokensCached", cached(3000, 1000), "26h", True),
+    ("UndercroftFewerTokensCached", cached(3000, 1000), "24h20m", False),
+    ("UndercroftFewerTokensCached", cached(3000, 2000), "26h", False),
+    ("UndercroftFewerTokensCached", cached(1000, 3000), "26h", False),
+    ("UndercroftFewerTokensCached", cached(300, 100, 1200), "26h", False),
+    ("UndercroftFirstTokenSlower", answered(0.25, 2.0), "26h", True),
+    ("UndercroftFirstTokenSlower", answered(0.25, 0.25), "26h", False),
+    ("UndercroftFirstTokenSlower", answered(2.0, 0.25), "26h", False),
+)
+
+
 def promtool(tmp_path: Path, test: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     assert PROMTOOL is not None
     file = tmp_path / "test.yaml"
@@ -87,7 +126,8 @@ def test_an_alert_fires_when_its_reason_is_there(
 ) -> None:
     def name(given: str) -> str:
         metric, _, labels = given.rstrip("}").partition("{")
-        return f"vllm:undercroft_{metric}{{" + ",".join(filter(None, ('instance="host"', labels))) + "}"
+        prefix = "" if metric.startswith("vllm:") else "vllm:undercroft_"
+        return f"{prefix}{metric}{{" + ",".join(filter(None, ('instance="host"', labels))) + "}"
 
     test = {
         "rule_files": [str(RULES)],
@@ -103,6 +143,21 @@ def test_an_alert_fires_when_its_reason_is_there(
     ran = promtool(tmp_path, test)
     assert ("got:" in ran.stdout + ran.stderr) == fires, ran.stdout + ran.stderr
     assert (ran.returncode != 0) == fires
+
+
+@pytest.mark.parametrize("interval", ["15s", "1m"])
+def test_an_order_is_marked_whatever_the_interval_of_the_scrapes(interval: str, tmp_path: Path) -> None:
+    (marks,) = json.loads((RULES.parent / "grafana.json").read_text())["annotations"]["list"]
+    expression = marks["expr"].replace("$instance", ".*")
+    counter = 'vllm:undercroft_orders_total{instance="host",verb="clear"}'
+    order = {
+        "interval": interval,
+        "input_series": [{"series": counter, "values": "0x40 1x80"}],
+        "promql_expr_test": [{"expr": expression, "eval_time": at, "exp_samples": []} for at in ("10m20s", "41m30s")],
+    }
+    # Without an expected sample, promtool fails exactly if there is one.
+    ran = promtool(tmp_path, {"rule_files": [], "tests": [order]})
+    assert (ran.stdout + ran.stderr).count('{verb="clear"}') == 1, ran.stdout + ran.stderr
 
 
 def test_promtool_finds_nothing_but_vllms_colon_in_the_names() -> None:

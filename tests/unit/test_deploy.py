@@ -30,6 +30,10 @@ COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 RECORDED = {rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule}
 
 
+VLLMS = {"vllm:time_to_first_token_seconds_bucket": {"le"}}
+"""Series of vLLM itself, and their labels; tests/vllm/test_prompt_token_counts.py looks for them in a vLLM."""
+
+
 def rules() -> list[dict[str, Any]]:
     return [rule for group in RULES["groups"] for rule in group["rules"]]
 
@@ -44,7 +48,8 @@ def series() -> dict[str, dict[str, set[str]]]:
         endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}[metric.kind]
         for ending in endings:
             found[f"{PREFIX}{metric.name}{ending}"] = labels
-    return found
+    found |= {name: {label: set() for label in labels} for name, labels in VLLMS.items()}
+    return found | {name: {} for name in RECORDED}
 
 
 def selectors(expression: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -67,7 +72,7 @@ def check(expression: str) -> None:
             assert label in known[name], f"{expression}: {name} has no label {label}"
             assert set(value.split("|")) <= known[name][label], f"{expression}: {label} is never {value}"
     for labels in re.findall(r"(?:by|without|on|group_left) \(([^)]*)\)", expression):
-        wanted = {label.strip() for label in labels.split(",")} - {"instance", "engine", "le"}
+        wanted = {label.strip() for label in labels.split(",")} - {"instance", "engine", "le", ""}
         assert any(wanted <= known[name].keys() for name, _ in chosen), f"{expression}: {labels}"
 
 

@@ -15,7 +15,7 @@ import pytest
 from core_values import Group
 from undercroft import _core, compat, reasons, request_params
 from undercroft.cli import main
-from undercroft.connector.observe.stats import SCHEDULER_KEYS, STATS_KEYS, Counts
+from undercroft.connector.observe.stats import SCHEDULER_KEYS, STATS_KEYS
 from undercroft.connector.requests.explanations import Explanations
 from undercroft.metrics import METRICS
 
@@ -95,10 +95,11 @@ def test_every_reason_has_words_a_counter_and_a_label() -> None:
     source = Path(__file__).parents[2] / "rust/contract/src/explain.rs"
     names = re.findall(r'Self::\w+ => "(\w+)"', source.read_text(encoding="utf-8"))
     assert names == list(reasons.REASONS)
-    (metric,) = (metric for metric in METRICS if metric.name == "misses")
-    assert set(metric.sources) == {f"misses_{name}" for name in names if name != "complete"}
-    counters = set(STATS_KEYS) | set(SCHEDULER_KEYS)
-    assert set(metric.sources) <= counters
+    of_engine, of_vllm = (metric for metric in METRICS if metric.name in ("misses", "missed_tokens"))
+    counted = [name for name in names if name != "complete"]
+    assert set(of_engine.sources) == {f"misses_{name}" for name in counted if name != "no_server"} <= set(STATS_KEYS)
+    others = [f"missed_tokens_{name}" for name in reasons.BESIDE_LOOKUPS]
+    assert set(of_vllm.sources) == {*others, *(f"missed_tokens_{name}" for name in counted)} <= set(SCHEDULER_KEYS)
     assert reasons.sentence("evicted_host", 40).endswith("(40 s before)")
     assert "before)" not in reasons.sentence("planned", 40)
 
@@ -125,7 +126,7 @@ def request(name: str = "r", **params: Any) -> Any:
 
 
 def explained(reason: tuple[str, int | None] | None, option: str, loaded: int = 0, **params: Any) -> Any:
-    explanations = Explanations(Session(reason), option, Counts())  # type: ignore[arg-type]
+    explanations = Explanations(Session(reason), option)  # type: ignore[arg-type]
     one = request(**params)
     for local in (32, 48):
         explanations.asked(one, local)
@@ -185,16 +186,3 @@ def test_a_span_is_made_where_vllm_traces(monkeypatch: pytest.MonkeyPatch) -> No
     ((name, since, headers, attributes),) = spans
     assert (name, headers) == ("undercroft.lookup", {"traceparent": "x"}) and since > 0
     assert attributes["undercroft.lookup.reason"] == "lost"
-
-
-def test_a_server_that_is_away_is_counted_by_the_connector() -> None:
-    counts = Counts()
-    explanations = Explanations(
-        Session(("no_server", None)),
-        "off",
-        counts,
-        is_served=True,  # type: ignore[arg-type]
-    )
-    explanations.asked(request(), 0)
-    explanations.admitted(request(), 0)
-    assert counts.collect() == {"counters": {"misses_no_server": 1}}

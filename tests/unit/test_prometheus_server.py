@@ -96,7 +96,9 @@ def test_the_queries_of_the_dashboard_find_their_series(prometheus: str) -> None
     ours = [one for one in expressions if set(re.findall(r"vllm:\w+", one)) <= names]
     assert len(ours) > 15, names
     for expression in ours:
-        query = re.sub(r"\$\{?instance\}?", ".*", expression).replace("$__rate_interval", "1m")
+        # This Prometheus has no yesterday.
+        query = re.sub(r"\$\{?instance\}?", ".*", expression.replace(" offset 1d", ""))
+        query = query.replace("$__rate_interval", "1m")
         assert _ask(prometheus, "query", query=query)["result"], expression
 
 

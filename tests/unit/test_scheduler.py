@@ -238,6 +238,8 @@ def test_disk_is_waited_for_and_counted():
     sources = world.connector.get_external_cache_hit_sources(request, 4 * BLOCK)
     assert {source.value: count for source, count in sources.items()} == {"disk": 4 * BLOCK}
     world.answer(world.step())
+    request.num_computed_tokens = 4 * BLOCK
+    world.step([(request, 1)])
     data = world.counts.collect()
     assert data["counters"]["lookups_disk"] == 1
     assert data["counters"]["lookups_miss"] == 1
@@ -431,26 +433,6 @@ def test_preempted_request_finds_its_generated_tokens():
     world.pool.free_ids(world.tables["a"][0])
     request.num_preemptions, request.num_computed_tokens = 1, 0
     assert world.connector.get_num_new_matched_tokens(request, 0) == (3 * BLOCK, True)
-
-
-@pytest.mark.parametrize("fails", [None, "at once", "in a worker"])
-def test_only_tokens_that_were_loaded_count(fails, monkeypatch):
-    world = World()
-    first, second = (Request(name, tokens(4 * BLOCK + 1)) for name in "ab")
-    world.prefill(first)
-    world.finish(first)
-    if fails == "at once":
-        monkeypatch.setattr(world.session, "begin_load", lambda *args: None)
-    assert world.connector.get_num_new_matched_tokens(second, 0) == (4 * BLOCK, True)
-    world.admit(second, external=4 * BLOCK)
-    meta = world.step()
-    assert "hit_tokens_host" not in world.counts.collect()["counters"]
-    if fails == "in a worker":
-        world.answer(meta, failed_loads=[second.request_id])
-    else:
-        world.answer(meta)
-    found = world.counts.collect()["counters"].get("hit_tokens_host", 0)
-    assert found == (0 if fails else 4 * BLOCK)
 
 
 def test_refused_save_is_tried_again_and_at_the_end():

@@ -45,7 +45,7 @@ def test_a_request_waits_for_the_load_of_its_prefix_and_hits_on_the_device():
     counters = world.counts.collect()["counters"]
     assert {name: count for name, count in counters.items() if "lookups" in name} == {
         "lookups_host": 1,
-        "lookups_device": 1,
+        "lookups_on_device": 1,
     }
 
 

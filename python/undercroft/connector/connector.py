@@ -303,7 +303,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             return False
         self._is_child = True
         if self._scheduler is not None:
-            self._scheduler.lookups.has_siblings = True
+            self._scheduler.lookups.has_siblings = self._scheduler.lookups.prompt_tokens.has_siblings = True
         return True
 
     @fail_open(set)

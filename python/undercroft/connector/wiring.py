@@ -139,8 +139,6 @@ def _requests(
     explanations = Explanations(
         session,
         config.log_requests,
-        counts,
-        is_served=engine.is_shared or bool(config.server),
         may_tell="explain" in config.client_fields,
     )
     return hints, explanations

@@ -15,7 +15,7 @@ from undercroft.engine import io_engine
 from undercroft.health import ConnectionHealth, DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.log import logger
 from undercroft.metrics import CLIENT_FIELDS_NOT_USED, ORDERS, SHADOWS
-from undercroft.reasons import REASONS
+from undercroft.reasons import MISSED, MISSES, REASONS, REASONS_OF_TOKENS
 
 if TYPE_CHECKING:
     from undercroft._core import Engine
@@ -122,11 +122,7 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "plan_predicted_host_seconds": ("counter", "predicted time of loads from host memory, summed"),
     "plan_actual_host_seconds": ("counter", "actual time of the same loads, summed"),
     "plan_error_host_seconds": ("counter", "difference of the two, without its sign, summed"),
-    **{
-        f"misses_{reason}": ("counter", f"lookups that found nothing to load: {text}")
-        for reason, text in REASONS.items()
-        if reason not in ("complete", "no_server")
-    },
+    **{f"misses_{reason}": ("counter", f"lookups that found nothing to load: {REASONS[reason]}") for reason in MISSES},
     "plan_saved_seconds": ("counter", "predicted time of computing less the actual time of loads, summed"),
     "plan_disk_bytes_per_s": ("gauge", "learned rate of all disks together; 0 before enough was read"),
     "plan_disk_latency_seconds": ("gauge", "learned latency of the slowest disk"),
@@ -196,12 +192,14 @@ WORKER_KEYS: dict[str, str] = {
 SCHEDULER_KEYS: dict[str, str] = {
     "lookups_host": "lookups whose hit was in host memory at once",
     "lookups_disk": "lookups that waited for the disk and hit",
-    "lookups_device": "lookups that waited for another request's load, and hit on the device",
+    "lookups_on_device": "lookups of which the device had all cached tokens, perhaps by another request's load",
     "lookups_miss": "lookups without a hit",
-    "misses_no_server": "lookups that a server did not answer in time, or that had no connection to it",
     "lookups_timed_out": "lookups that reached their limit: the hit, if any, ended with the part in host memory",
-    "hit_tokens_host": "tokens loaded from host memory",
-    "hit_tokens_disk": "tokens loaded that were read from disk",
+    "asked_tokens": "prompt tokens of the requests that have run",
+    "device_tokens": "of these, tokens that the device had",
+    "hit_tokens_host": "of these, tokens loaded from host memory",
+    "hit_tokens_disk": "of these, tokens loaded that were read from disk",
+    **{f"missed_tokens_{reason}": f"of these, tokens not loaded: {REASONS_OF_TOKENS[reason]}" for reason in MISSED},
     "failed_loads": "loads the workers reported as failed",
     "rejected_request": "requests rejected by their own hit threshold",
     "rejected_global": "requests rejected by the configured hit threshold",

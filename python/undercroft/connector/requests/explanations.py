@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from undercroft._core import Session
-    from undercroft.connector.observe.stats import Counts
 
 SPAN = "undercroft.lookup"
 _TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
@@ -31,18 +30,14 @@ class Explanations:
         self,
         session: Session,
         log_requests: str,
-        counts: Counts,
         *,
-        is_served: bool = False,
         may_tell: bool = True,
     ) -> None:
-        """``log_requests``: the option. ``is_served``: the engine is in another process, which may not answer.
-        ``may_tell``: whether requests may ask for an explanation in their responses."""
+        """``log_requests``: the option. ``may_tell``: whether requests may ask for an explanation in their
+        responses."""
         self._may_tell = may_tell
         self._session = session
         self._log_requests = log_requests
-        self._counts = counts
-        self._is_served = is_served
         self._traces = bool(os.environ.get(_TRACES_ENDPOINT)) and compat.may_trace()
         self._asked: dict[str, tuple[int, float]] = {}
         """By request: tokens on the device at the scheduler's last call, and the time of its first call."""
@@ -63,8 +58,6 @@ class Explanations:
             return
         device_tokens, since = asked
         reason, ago_s = self._session.rest(request.request_id) or ("complete", None)
-        if reason == "no_server" and not loaded_tokens:
-            self._counts.add("misses_no_server")
         told = {
             "prompt_tokens": request.num_prompt_tokens,
             "device_tokens": device_tokens,
@@ -87,9 +80,7 @@ class Explanations:
         return None if told is None else {request_params.EXPLAIN: told}
 
     def _is_wanted(self, request: Request) -> bool:
-        return (
-            self._log_requests != "off" or self._is_served or self._traces or (self._may_tell and self._asks(request))
-        )
+        return self._log_requests != "off" or self._traces or (self._may_tell and self._asks(request))
 
     def _asks(self, request: Request) -> bool:
         """Whether the response must have an explanation."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from undercroft import compat, request_params, vllm_patches
 from undercroft.connector.scheduler.blocking import BlockingWaits
+from undercroft.connector.scheduler.prompt_tokens import PromptTokens
 from undercroft.connector.scheduler.tails import Tails, tail_name
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Lookups:
         """Whether other connectors may bring the tokens that a request needs."""
         self.blocking = BlockingWaits(session, request_params.of_request(None, config).timeout_s)
         self.tails = Tails(session, groups, shareable)
+        self.prompt_tokens = PromptTokens(session, groups, counts)
 
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's prefix cache."""
@@ -101,10 +103,12 @@ class Lookups:
         if self.has_siblings and request_params.is_brought(request.kv_transfer_params):
             return 0, False
         if question.asked_at is None:
-            limit = self._shareable.limit(request)
+            question.limit = limit = self._shareable.limit(request)
             if max(limit, self.tails.limit(request)) <= num_computed_tokens:
+                if limit and question.counts(request):
+                    self._counts.add("lookups_on_device")
                 return 0, False
-            question.asked_at, question.limit = time.perf_counter(), limit
+            question.asked_at = time.perf_counter()
             self._steps.computed(state, num_computed_tokens)
             question.min_tokens = self._min_tokens(request)
         known = found[1] if found is not None and found[0] == num_computed_tokens else None
@@ -120,9 +124,9 @@ class Lookups:
         elif self._waits_for_load(state, num_computed_tokens, boundary):
             question.waits_for_load = True
             return None, False
-        if question.counted_for != request.num_preemptions and not state.lookup_failed:
-            question.counted_for = request.num_preemptions
-            self._counts.lookup(time.perf_counter() - question.asked_at, question.outcome(gain), question.deferred)
+        if not state.lookup_failed and question.counts(request):
+            outcome = question.outcome(num_computed_tokens, gain)
+            self._counts.lookup(time.perf_counter() - question.asked_at, outcome, question.deferred)
         question.asked_at = question.load_wait_since = question.waits_until = None
         question.deferred = question.timed_out = False
         return gain, gain > 0
@@ -221,7 +225,7 @@ class Lookups:
         return now - question.load_wait_since < LOAD_WAIT_S
 
     def _give_up(self, state: RequestState) -> int:
-        state.lookup_failed = True
+        state.lookup_failed = state.question.timed_out = True
         self._counts.add("lookups_timed_out")
         self._session.end_lookup(state.request.request_id)
         self.tails.drop(state)

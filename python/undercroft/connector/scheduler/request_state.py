@@ -43,13 +43,19 @@ class Question:
     counted_for: int = -1
     """The request's number of preemptions when its answer was last counted: each preemption's answer counts once."""
 
-    def outcome(self, gain: int) -> str:
-        """The outcome as which an answered lookup is counted. ``gain``: the tokens that can be loaded."""
+    def counts(self, request: Request) -> bool:
+        """Whether the answer to the request is to be counted: the first one, and the first after each preemption."""
+        before, self.counted_for = self.counted_for, int(request.num_preemptions)
+        return before != self.counted_for
+
+    def outcome(self, computed: int, gain: int) -> str:
+        """The outcome as which an answered lookup is counted. ``computed``: the tokens on the device. ``gain``: the
+        tokens that can be loaded."""
         if self.timed_out:
             return "timed_out"
         if gain:
             return "disk" if self.deferred else "host"
-        return "miss" if self.load_wait_since is None else "device"
+        return "on_device" if 0 < min(self.shared_tokens, self.limit) <= computed else "miss"
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +116,8 @@ class RequestState:
     """Whether a load failed or a lookup was given up: from then on the request computes its prompt."""
     is_loaded: bool = False
     """Whether a load of the request has ended and the scheduler has not asked since."""
+    is_counted: bool = False
+    """Whether the tokens of its prompt are counted (`PromptTokens`)."""
     lost_blocks: bool = False
     """Whether the request has lost its device blocks, by a failed load or a reset, and the scheduler has not asked
     since. The next answer is "later": vLLM then takes the request out of the queue of requests that hold blocks. In

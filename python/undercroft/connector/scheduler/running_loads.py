@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from undercroft._core import Session
     from undercroft.connector.observe.stats import Counts
     from undercroft.connector.scheduler.loads import LoadPlan
+    from undercroft.connector.scheduler.prompt_tokens import PromptTokens
     from undercroft.connector.scheduler.request_state import RequestState
 
 
@@ -23,12 +24,14 @@ class RunningLoads:
         session: Session,
         requests: Mapping[str, RequestState],
         counts: Counts,
+        prompt_tokens: PromptTokens,
         report: Callable[[str, Exception], None],
     ) -> None:
         """``requests``: all requests that the scheduler's half knows."""
         self._session = session
         self._requests = requests
         self._counts = counts
+        self._prompt_tokens = prompt_tokens
         self._report = report
         self._plans: dict[str, LoadPlan | None] = {}
         self._given_up: set[str] = set()
@@ -71,8 +74,7 @@ class RunningLoads:
         if plan is None:
             return
         if ok and not given_up:
-            self._counts.add("hit_tokens_host", plan.host_tokens)
-            self._counts.add("hit_tokens_disk", plan.disk_tokens)
+            self._prompt_tokens.loaded(request_id, plan)
         for transfer_id in plan.transfers:
             end_transfer(self._session, self._report, transfer_id, ok, "reset" if given_up else None)
 

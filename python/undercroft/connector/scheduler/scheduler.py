@@ -71,7 +71,7 @@ class SchedulerConnector:
             session, groups, config, shareable, self.steps, self._single_flight, counts, needed_tokens
         )
         self._requests = Requests(config, self.lookups.tails, self.steps, report)
-        self._loading = RunningLoads(session, self._requests, counts, report)
+        self._loading = RunningLoads(session, self._requests, counts, self.lookups.prompt_tokens, report)
         self._waiting_loads = WaitingLoads(self._requests)
         self._saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
         self.due_saves = DueSaves(self._saves, self._requests, groups, config, shareable, report)
@@ -132,11 +132,16 @@ class SchedulerConnector:
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The request got its device blocks: load ``num_external_tokens`` into them, or nothing if that is 0."""
         request_id = request.request_id
+        try:
+            if (known := self._requests.get(request_id)) is not None:
+                self.lookups.prompt_tokens.admitted(known)
+        except Exception as error:
+            self._report("update_state_after_alloc", error)
         if num_external_tokens == 0:
             # vLLM loads nothing from undercroft, or the load has ended: the lookup and its lease are not needed.
             if request_id not in self._loading:
                 self._session.end_lookup(request_id)
-                if (known := self._requests.get(request_id)) is not None:
+                if known is not None:
                     self.lookups.tails.drop(known)
             return
         state = self._requests.of(request)
@@ -191,6 +196,7 @@ class SchedulerConnector:
         metadata.arena_session = arena.session
         try:
             self.steps.scheduled(scheduler_output.num_scheduled_tokens)
+            self.lookups.prompt_tokens.scheduled(scheduler_output.num_scheduled_tokens)
             self.due_saves.collect(scheduler_output, metadata)
             runs = bool(scheduler_output.num_scheduled_tokens)
             if runs:
@@ -225,6 +231,7 @@ class SchedulerConnector:
             self.steps.gone(state)
         # If the request was aborted during its load, vLLM frees the load's blocks and caches none of them.
         self._single_flight.end(request_id)
+        self.lookups.prompt_tokens.gone(request_id)
         try:
             if state is not None:
                 self.due_saves.finish(state, tables, self._metadata)
