@@ -12,6 +12,7 @@ from undercroft.connector.observe.stats import (
     EngineStats,
     UndercroftStats,
 )
+from undercroft.hours import LOOKUPS
 from undercroft.metrics import METRICS
 
 
@@ -193,5 +194,6 @@ def test_every_statistic_has_at_most_one_metric_and_every_metric_a_statistic():
         "loads",
         "saves",
         "load_failures",
+        *LOOKUPS,
     }
     assert set(STATS_KEYS) - set(sources) == internal

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from undercroft import descriptions, reasons
-from undercroft.cli import arguments, engines, output
+from undercroft.cli import arguments, engines, output, summary
 from undercroft.cli.output import say
 from undercroft.cli.sockets import absolute_path
 
@@ -24,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         "of the prompt, those on the device, those found in the cache and those loaded, and the reason why the rest is "
         f"missing. An engine keeps the last {LOOKUPS_MAX}. Exit code 1 if no engine answers, or it knows no such "
         "request.",
-        epilog="example: undercroft explain --misses --last 50",
+        epilog="examples: undercroft explain --misses --last 50; undercroft explain --summary --since 12h",
     )
     arguments.add_engine(parser, absolute_path)
     parser.add_argument(
@@ -38,11 +38,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         metavar="N",
         help="number of lookups, newest last (%(default)s)",
     )
+    summary.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the lookups."""
+    """Print the lookups, or their sums."""
+    if summary.is_asked(args):
+        return summary.run(args)
     socket = engines.socket_of(args)
     lookups = _ask(socket, args.request, args.misses, args.last)
     if not lookups and args.request:

@@ -23,6 +23,7 @@ from undercroft.config import OPTIONS, UndercroftConfig, unknown_environment
 from undercroft.engine import open_engine, start_line
 from undercroft.errors import ConfigError, cause
 from undercroft.health import DiskHealth, NamespaceHealth, RemoteHealth
+from undercroft.hours import HourlySums
 from undercroft.log import log_core_lines, logger
 from undercroft.option_values import did_you_mean
 
@@ -116,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
             logger.info("undercroft: metrics on http://%s/metrics", address)
         logger.info("undercroft: ready on unix://%s", path)
         notify("READY=1")
-        _watch(engine, stop)
+        with contextlib.closing(HourlySums(engine, engine.stats)):
+            _watch(engine, stop)
         notify("STOPPING=1")
         logger.info("undercroft: stopping")
     log_core_lines()

@@ -10,6 +10,7 @@ use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{
     LookupRequest, Priority, PromotionWait, SaveRequest, SessionSpec, Tokens,
 };
+use undercroft_engine::metrics::Counters;
 use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 
 const SIZE: u32 = 16;
@@ -369,4 +370,24 @@ fn a_prefetch_is_no_answer_unless_its_client_takes_it_for_one() {
     engine.lookup(served, &of_hint);
     assert_eq!(engine.inspect().explained(served, "\0hint 1"), None);
     assert_eq!(engine.counters().misses_never_seen, 1);
+}
+
+#[test]
+fn the_tokens_of_each_request_are_counted_once_whatever_was_found() {
+    let (mut engine, session) = engine(config(), 0);
+    save(&mut engine, session, &prompt(1, 4));
+    let longer: Vec<BlockHash> = [prompt(1, 4), prompt(3, 2)].concat();
+    let request = LookupRequest::new("longer", &longer).computed(Tokens(20));
+    let before = *engine.counters();
+    for _ in 0..3 {
+        assert!(!engine.lookup(session, &request).is_pending());
+    }
+    let held = LookupRequest::new("held", &longer).computed(Tokens(80));
+    ask(&mut engine, session, &held, Ok(0));
+    let now = *engine.counters();
+    let counted = |of: fn(&Counters) -> u64| of(&now) - of(&before);
+    assert_eq!(counted(|one| one.answered_lookups), 2);
+    assert_eq!(counted(|one| one.answered_tokens), 2 * 96);
+    assert_eq!(counted(|one| one.answered_device_tokens), 20 + 80);
+    assert_eq!(counted(|one| one.answered_hit_tokens), 64 - 20);
 }

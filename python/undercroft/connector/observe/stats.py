@@ -13,6 +13,7 @@ from undercroft.compat import KVConnectorStats
 from undercroft.connector.observe.disk_times import DiskTimes, added
 from undercroft.engine import io_engine
 from undercroft.health import ConnectionHealth, DiskHealth, NamespaceHealth, RemoteHealth
+from undercroft.hours import HourlySums
 from undercroft.log import logger
 from undercroft.metrics import CLIENT_FIELDS_NOT_USED, ORDERS, SHADOWS
 from undercroft.reasons import MISSED, MISSES, REASONS, REASONS_OF_TOKENS
@@ -122,6 +123,10 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
     "plan_predicted_host_seconds": ("counter", "predicted time of loads from host memory, summed"),
     "plan_actual_host_seconds": ("counter", "actual time of the same loads, summed"),
     "plan_error_host_seconds": ("counter", "difference of the two, without its sign, summed"),
+    "answered_lookups": ("counter", "requests whose lookup was answered"),
+    "answered_tokens": ("counter", "tokens of the whole blocks that these lookups asked for"),
+    "answered_device_tokens": ("counter", "of these, tokens that the device had"),
+    "answered_hit_tokens": ("counter", "of these, further tokens that the first answer found in the tiers"),
     **{f"misses_{reason}": ("counter", f"lookups that found nothing to load: {REASONS[reason]}") for reason in MISSES},
     "plan_saved_seconds": ("counter", "predicted time of computing less the actual time of loads, summed"),
     "plan_disk_bytes_per_s": ("gauge", "learned rate of all disks together; 0 before enough was read"),
@@ -365,6 +370,7 @@ class EngineStats:
         self._link = ConnectionHealth(engine)
         self._checking = threading.Lock()
         self._closed = threading.Event()
+        self._hours = HourlySums(engine, self._stats)
         threading.Thread(target=self._watch, args=(idle_s,), name="undercroft-health", daemon=True).start()
 
     def collect(self, now: float, force: bool = False) -> dict[str, Any]:
@@ -402,8 +408,9 @@ class EngineStats:
         }
 
     def close(self) -> None:
-        """End the checks."""
+        """End the checks. Call this before the engine is closed."""
         self._closed.set()
+        self._hours.close()
 
     def _stats(self) -> dict[str, float]:
         if self._engine.is_shared and not self._engine.took_over:

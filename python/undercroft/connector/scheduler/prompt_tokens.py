@@ -79,7 +79,7 @@ class PromptTokens:
         # The device had these when the scheduler asked. Without a load it may have had a part of a block more.
         is_all_local = prompt.load is None and not self.has_siblings
         device = cached if is_all_local else min(cached, state.num_computed_tokens)
-        # Of the tokens of a load, vLLM may compute the last one again.
+        # vLLM may compute the last token of a load again.
         loaded = cached - device if prompt.load else 0
         disk = min(prompt.load.disk_tokens, loaded) if prompt.load else 0
         count("asked_tokens", tokens)

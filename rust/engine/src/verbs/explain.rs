@@ -66,18 +66,25 @@ impl Engine {
         state.answered.rest = rest;
         if before.is_none() {
             let session = state.session;
-            self.count_answer(session, noted.hit.0 > 0, rest.reason);
+            self.count_answer(session, question.asked, &noted, rest.reason);
         }
     }
 
-    /// Counts the first answer to a request.
-    fn count_answer(&mut self, session: SessionId, is_hit: bool, reason: Reason) {
+    /// Counts the first answer to a request, which asked for so many tokens.
+    fn count_answer(&mut self, session: SessionId, asked: u32, noted: &Noted, reason: Reason) {
+        let is_hit = noted.hit.0 > 0;
         if let Some(session) = self.sessions.get_mut(session) {
             session.totals.answered += 1;
             session.totals.hits += u64::from(is_hit);
         }
+        let on_device = noted.computed.0.min(asked);
+        let counters = &mut self.counters;
+        counters.answered_lookups += 1;
+        counters.answered_tokens += u64::from(asked);
+        counters.answered_device_tokens += u64::from(on_device);
+        counters.answered_hit_tokens += u64::from(noted.hit.0.saturating_sub(on_device));
         if !is_hit {
-            self.counters.count_miss(reason);
+            counters.count_miss(reason);
         }
     }
 

@@ -87,9 +87,9 @@ pub(super) fn find(path: &Path, encrypted: bool) -> Result<Found, StoreError> {
         };
     }
     let ours = [SUPER_NEW, TABLE, TABLE_NEW, DATA, LOCK];
-    // `lost+found` belongs to the filesystem, at the root of a disk; clients keep `weights.json`
-    // in the directory.
-    let others = ["lost+found", "weights.json"];
+    // `lost+found` belongs to the filesystem, at the root of a disk; clients keep `weights.json`, and the engine's
+    // process keeps `hours.json` in the directory.
+    let others = ["lost+found", "weights.json", "hours.json", "hours.json.new"];
     let is_known = |name: &String| {
         ours.iter().chain(&others).any(|known| name == known) || name.starts_with(ASIDE)
     };
