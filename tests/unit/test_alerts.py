@@ -120,6 +120,13 @@ def test_promtool_takes_the_rules() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def test_promtool_takes_the_settings_of_the_scrapes() -> None:
+    assert PROMTOOL is not None
+    settings = str(RULES.with_name("prometheus.yml"))
+    ran = subprocess.run([PROMTOOL, "check", "config", settings], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+
+
 @pytest.mark.parametrize(("alert", "series", "at", "fires"), CASES, ids=[f"{case[0]}-{case[3]}" for case in CASES])
 def test_an_alert_fires_when_its_reason_is_there(
     alert: str, series: dict[str, str], at: str, fires: bool, tmp_path: Path

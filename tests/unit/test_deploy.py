@@ -182,7 +182,7 @@ def test_images_and_probes_call_commands_that_exist() -> None:
         assert probe["timeoutSeconds"] > HEALTH_TIMEOUT_S
     assert build_parser("serve").parse_args(commands[0][1:]).metrics == ("0.0.0.0", metrics)
     unit = (DEPLOY / "undercroft.service").read_text()
-    commands.append(re.search(r"^ExecStart=\S*/(undercroft .*)$", unit, re.MULTILINE)[1].split())
+    commands.append(unit_command())
     for command in commands:
         assert command[0] == "undercroft"
         args = build_parser(command[1]).parse_args(command[1:])
@@ -233,6 +233,22 @@ def test_every_pod_says_where_its_metrics_are(kind: str, pod: dict[str, Any]) ->
     assert annotations["prometheus.io/scrape"] == "true"
     assert {annotations["prometheus.io/port"]} == ports
     assert annotations.get("prometheus.io/path", "/metrics") == "/metrics"
+
+
+def test_prometheus_reads_every_server_of_compose_and_of_systemd() -> None:
+    jobs = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    read = {target for job in jobs for one in job["static_configs"] for target in one["targets"]}
+    services = COMPOSE["services"].values()
+    assert read == {port.rpartition(":")[0] for service in services for port in service["ports"]}
+    assert build_parser("serve").parse_args(unit_command()[1:]).metrics in {
+        (host, int(port)) for host, _, port in (target.partition(":") for target in read)
+    }
+
+
+def unit_command() -> list[str]:
+    """The command of the systemd unit."""
+    unit = (DEPLOY / "undercroft.service").read_text()
+    return re.search(r"^ExecStart=\S*/(undercroft .*)$", unit, re.MULTILINE)[1].split()
 
 
 def test_a_network_policy_guards_every_pod() -> None:
