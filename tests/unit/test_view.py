@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
+import pictures
 import pytest
 
 from test_serve_cli import STATUS
@@ -162,3 +165,15 @@ def test_the_page_runs_and_loads_nothing_whatever_is_in_it() -> None:
 def test_a_reading_without_figures_has_a_row() -> None:
     (engine,) = rows(tables([Engine("h", Reading("", 0.0))]), "Engines")
     assert (engine["state"], engine["host memory"], engine["up"]) == ("answers", "-", "-")
+
+
+def test_the_pictures_of_the_documents_show_what_the_code_shows() -> None:
+    page_now, top_now = pictures.page(), pictures.top()
+    assert (pictures.IMAGES / "page.svg").read_text() == page_now, "run: python tools/pictures.py"
+    shown = (pictures.IMAGES / "top.svg").read_text()
+    # Another version of the library draws another frame around the same words.
+    words = [re.findall(r">([^<>{}]+)</text>", drawn) for drawn in (shown, top_now)]
+    assert words[0] == words[1], "run: python tools/pictures.py"
+    for drawn in (shown, page_now):
+        ElementTree.fromstring(drawn)
+        assert "@font-face" not in drawn and "url(http" not in drawn, "it would load something"

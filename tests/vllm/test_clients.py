@@ -30,7 +30,7 @@ pytestmark = [
 ]
 PATIENCE_S = 600
 FAILURES = ("hook_errors", "load_failures", "save_failures", "checksum_failures", "host_checksum_failures")
-PROMPT = "The keeper of the old mill counts his barrels on day {} of every month, and writes them down. " * 8
+PROMPT = "The keeper of the old mill counts his barrels on day {0} of every month, and writes them down. " * 8
 
 
 @dataclass(frozen=True, slots=True)

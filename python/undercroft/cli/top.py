@@ -80,7 +80,7 @@ def _once(hosts: Hosts, draw: Console | None) -> int:
     if draw is None:
         print_json(_object(found))
     else:
-        draw.print(_picture(tables(found)))
+        draw.print(picture(tables(found)))
     silent = [one for one in found if one.now is None]
     if silent:
         raise CommandError(f"{len(silent)} of {len(found)} do not answer: {', '.join(one.name for one in silent)}")
@@ -93,11 +93,11 @@ def _live(hosts: Hosts, draw: Console, interval_s: float) -> int:
 
     if not draw.is_terminal:
         while True:
-            draw.print(_picture(tables(hosts.engines())))
+            draw.print(picture(tables(hosts.engines())))
             time.sleep(interval_s)
     with Live(console=draw, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(_picture(tables(hosts.engines())), refresh=True)
+            live.update(picture(tables(hosts.engines())), refresh=True)
             time.sleep(interval_s)
 
 
@@ -116,7 +116,7 @@ def _drawing() -> Console:
     return console
 
 
-def _picture(shown: Sequence[Table]) -> Group:
+def picture(shown: Sequence[Table]) -> Group:
     """The tables, for the terminal. Texts of others have no effect on it."""
     from rich.console import Group
     from rich.table import Table as Drawn

@@ -20,19 +20,25 @@ POLICY = "; ".join(
     )
 )
 """The page's Content-Security-Policy: whatever text gets into the page, the browser runs and loads nothing."""
-_STYLE = files("undercroft.view").joinpath("page.css").read_text(encoding="utf-8")
+STYLE = files("undercroft.view").joinpath("page.css").read_text(encoding="utf-8")
 
 
 def html(title: str, shown: Sequence[Table]) -> str:
     """The page, which a browser reads again every few seconds."""
-    heading = escape(printable(title))
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(printable(title))}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="refresh" content="{REFRESH_S}"><style>{_STYLE}</style></head>'
-        f"<body><main><h1>{heading}</h1>{''.join(map(_table, shown))}</main><footer><p>Read again every {REFRESH_S} "
-        'seconds. <a href="status">status</a> as JSON, <a href="metrics">metrics</a>, <a href="health">health</a></p>'
-        "</footer></body></html>\n"
+        f'<meta http-equiv="refresh" content="{REFRESH_S}"><style>{STYLE}</style></head>'
+        f"<body>{body(title, shown)}</body></html>\n"
+    )
+
+
+def body(title: str, shown: Sequence[Table]) -> str:
+    """The content of the page."""
+    return (
+        f"<main><h1>{escape(printable(title))}</h1>{''.join(map(_table, shown))}</main>"
+        f'<footer><p>Read again every {REFRESH_S} seconds. <a href="status">status</a> as JSON, '
+        '<a href="metrics">metrics</a>, <a href="health">health</a></p></footer>'
     )
 
 

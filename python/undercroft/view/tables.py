@@ -62,6 +62,9 @@ def tables(engines: Sequence[Engine]) -> list[Table]:
     found = [
         Table("Engines", ("engine", "state", "up", "host memory", "disk", "loads", "saves"), [*map(_engine, engines)]),
         Table(
+            "Trouble", ("engine", "what"), [(one.name, Alarm(what)) for one, now in answered for what in _troubles(now)]
+        ),
+        Table(
             "Prompt tokens by source", ("engine", "tokens/s", *_SOURCES, "other", COMPUTED), _rows(_tokens, answered)
         ),
         Table(
@@ -80,9 +83,6 @@ def tables(engines: Sequence[Engine]) -> list[Table]:
             _rows(_remote, answered),
         ),
         Table("Orders", ("engine", "since the start"), _rows(_orders, answered)),
-        Table(
-            "Trouble", ("engine", "what"), [(one.name, Alarm(what)) for one, now in answered for what in _troubles(now)]
-        ),
     ]
     return [found[0], *(one for one in found[1:] if one.rows)]
 
