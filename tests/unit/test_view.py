@@ -174,6 +174,6 @@ def test_the_pictures_of_the_documents_show_what_the_code_shows() -> None:
     # Another version of the library draws another frame around the same words.
     words = [re.findall(r">([^<>{}]+)</text>", drawn) for drawn in (shown, top_now)]
     assert words[0] == words[1], "run: python tools/pictures.py"
-    for drawn in (shown, page_now):
+    for drawn in (shown, page_now, top_now):
         ElementTree.fromstring(drawn)
         assert "@font-face" not in drawn and "url(http" not in drawn, "it would load something"
