@@ -52,11 +52,13 @@ ENGINE: Mapping[str, Any] = {
 """Arguments of every engine: a backend whose kernels are Triton's, and PyTorch's own operators elsewhere."""
 
 
-def environment(wheel: Path, devices: int = 1) -> dict[str, str]:
+def environment(wheel: Path, devices: int = 2) -> dict[str, str]:
     """The environment of a process that has the CUDA wheel's vLLM and the fake CUDA."""
     environment = fake_cuda.environment(devices) | ENVIRONMENT
     environment[MARK] = str(wheel)
-    environment["PYTHONPATH"] = os.pathsep.join([str(wheel), *filter(None, [os.environ.get("PYTHONPATH")])])
+    tests = [Path(__file__).parents[1] / name for name in ("cuda_vllm", "fake_cuda", "vllm")]
+    paths = [wheel, *tests, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     return environment
 
 

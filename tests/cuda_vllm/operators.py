@@ -89,6 +89,36 @@ def write_kv(
             cache[slots // size, slots % size] = new.to(cache.dtype)
 
 
+def _convolution(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conv_states: torch.Tensor, **named: Any
+) -> torch.Tensor:
+    """As `causal_conv1d_fn`: a convolution along the new tokens of several requests, each with its state."""
+    from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu
+
+    def run(out: torch.Tensor, *arguments: Any, **named: Any) -> None:
+        out.copy_(causal_conv1d_fn_cpu(*arguments, **named))
+
+    named.pop("metadata", None)
+    out = torch.empty_like(x)
+    queued_function(run, "causal_conv1d")(out, x, weight, bias, conv_states, **named)
+    return out
+
+
+def _convolution_of_one(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    activation: str | None,
+    conv_state_indices: torch.Tensor,
+) -> torch.Tensor:
+    """As `causal_conv1d_update`: one new token of each request."""
+    begins, has_state = torch.arange(len(x) + 1), torch.ones(len(x), dtype=torch.bool)
+    named = {"cache_indices": conv_state_indices.flatten(), "has_initial_state": has_state, "activation": activation}
+    return _convolution(x.T, weight, bias, conv_state, query_start_loc=begins, **named).T
+
+
 def _rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> None:
     y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
     out.copy_(y.to(x.dtype) * weight if weight is not None else y)
@@ -101,8 +131,17 @@ def _fused_add_rms_norm(
     _rms_norm(x, residual.clone(), weight, eps)
 
 
+def _vocab_parallel_embedding(
+    out: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, begin: int, end: int, *_: int
+) -> None:
+    """The rows of the words ``begin`` to ``end`` that this rank has, and zeros for others."""
+    mine = (ids >= begin) & (ids < end)
+    out.copy_(weight[torch.where(mine, ids - begin, 0)] * mine[:, None])
+
+
 def install() -> None:
     """Put them in the place of vLLM's, whose module is loaded by now."""
+    from vllm.model_executor.layers.mamba import short_conv
     from vllm.v1.attention.backends import triton_attn
     from vllm.v1.sample.ops import topk_topp_sampler
 
@@ -110,5 +149,8 @@ def install() -> None:
     topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
     triton_attn.unified_attention = queued_function(attention, "unified_attention")
     triton_attn.triton_reshape_and_cache_flash = queued_function(write_kv, "reshape_and_cache_flash")
+    short_conv.causal_conv1d_fn = _convolution
+    short_conv.causal_conv1d_update = _convolution_of_one
     REPLACED["_C::rms_norm"] = _rms_norm
+    REPLACED["_C::vocab_parallel_embedding"] = _vocab_parallel_embedding
     REPLACED["_C::fused_add_rms_norm"] = _fused_add_rms_norm

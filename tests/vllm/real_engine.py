@@ -31,6 +31,9 @@ NOT_PLANNED = {"promotion_wait": "complete", "min_load_tokens": 64}
 """Options of engines that are not told otherwise: the loaded blocks follow from the test, not from how busy the machine
 is."""
 
+PRELOADED = ["vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker"]
+"""Modules of the process from which workers are forked."""
+
 
 def set_environment() -> None:
     """Make vLLM run in this process, with a small KV cache. Variables that are set already stay."""
@@ -271,7 +274,7 @@ def _fork_workers_from_one_server() -> None:
     from vllm.v1.executor import multiproc_executor
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker"])
+    context.set_forkserver_preload(PRELOADED)
     multiproc_executor.get_mp_context = lambda: context
 
 

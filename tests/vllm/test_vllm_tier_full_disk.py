@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from connector_engine import LONG, OTHER, TOKENS, References
+from full_filesystem import small, take_space
 from real_engine import Engine, prompt
-from tier_engine import OFFLOADING, Make, extra_config, hits, settled, stats, tier_of
+from tier_engine import OFFLOADING, Make, extra_config, health, hits, settled, stats, until_no_writes
 
 APART = prompt(897, seed=90)
 """Shares no chunk with `LONG`."""
-MIB = 1 << 20
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -32,13 +28,8 @@ def reference(llama: Path) -> References:
 @pytest.fixture
 def filesystem(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 96 MiB."""
-    place = tmp_path / "filesystem"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=96m", "none", str(place)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("needs root, to mount a filesystem")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    with small(tmp_path / "filesystem") as place:
+        yield place
 
 
 @pytest.fixture(autouse=True)
@@ -50,38 +41,6 @@ def no_error_of_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     vllm.removeHandler(caplog.handler)
     errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert [record.getMessage() for record in errors if not record.name.startswith("vllm.undercroft")] == []
-
-
-def holes(file: Path) -> Iterator[tuple[int, int]]:
-    """The ranges of a file that hold nothing."""
-    size, at = file.stat().st_size, 0
-    with file.open("rb") as opened:
-        while (at := os.lseek(opened.fileno(), at, os.SEEK_HOLE) if at < size else size) < size:
-            try:
-                end = os.lseek(opened.fileno(), at, os.SEEK_DATA)
-            except OSError:  # nothing follows
-                end = size
-            yield at, end
-            at = end
-
-
-def take_space(filesystem: Path) -> None:
-    """Take all space of a filesystem, also that of the cache's slots that hold nothing."""
-    data = filesystem / "cache" / "data"
-    for begin, end in holes(data) if data.exists() else ():
-        punch = ["fallocate", "--punch-hole", "--offset", str(begin), "--length", str(end - begin), str(data)]
-        subprocess.run(punch, check=True)
-    with (filesystem / "other").open("wb", buffering=0) as other:
-        try:
-            while True:
-                other.write(bytes(MIB))
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
-
-
-def health(one: Engine) -> str:
-    [found] = tier_of(one)._cache.engine.info()["disks"]
-    return str(found["health"])
 
 
 def answers(one: Engine, reference: References, ids: list[int], cached: int) -> None:
@@ -99,10 +58,7 @@ def test_a_filesystem_that_fills_up_costs_saves_only(
     hits(one, reference, LONG, 0)
     take_space(filesystem)
     answers(one, reference, APART, 0)
-    deadline = time.monotonic() + 60
-    while health(one) != "no_writes":
-        time.sleep(0.01)
-        assert time.monotonic() < deadline
+    until_no_writes(one)
     # Undercroft's memory has both prompts, and vLLM's has one.
     answers(one, reference, LONG, 896)
     answers(one, reference, APART, 896)

@@ -9,6 +9,7 @@ from typing import Any
 from connector_engine import TOKENS, References
 from engine_checks import PAYLOAD
 from real_engine import Engine
+from served_client import until
 
 Make = Callable[..., Engine]
 OFFLOADING = {"connector": "OffloadingConnector"}
@@ -46,6 +47,17 @@ def tier_of(running: Engine) -> Any:
 def stats(running: Engine) -> dict[str, Any]:
     """The counters of the tier's engine."""
     return tier_of(running)._cache.stats()
+
+
+def health(one: Engine) -> str:
+    """The health of the tier's only directory."""
+    [found] = tier_of(one)._cache.engine.info()["disks"]
+    return str(found["health"])
+
+
+def until_no_writes(one: Engine) -> None:
+    """Wait until the disk is known to be full."""
+    until("the disk is full", lambda: health(one) == "no_writes")
 
 
 def settled(running: Engine, *, writes: bool = True) -> None:

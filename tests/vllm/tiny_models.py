@@ -200,6 +200,42 @@ def make_deepseek(directory: Path) -> Path:
     return _once(directory, write)
 
 
+def make_lfm2(directory: Path, shape: Shape | None = None) -> Path:
+    """An LFM2 model: a group of short convolutions (one state, of two tokens) and one of full attention."""
+
+    def write() -> None:
+        s = shape or Shape()
+        types = ["conv", "full_attention"] * (s.layers // 2)
+        config = _config(s, "Lfm2ForCausalLM", "lfm2") | {
+            "norm_eps": 1e-5,
+            "layer_types": types,
+            "conv_dim": s.hidden,
+            "block_dim": s.hidden,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        }
+        tensors = {
+            _lfm2_name(name): one
+            for name, one in _decoder_weights(s, {"operator_norm": 1.0, "ffn_norm": 1.0}, final_norm=0.2).items()
+        }
+        for layer, kind in enumerate(types):
+            prefix = f"model.layers.{layer}"
+            if kind == "conv":
+                for name in [name for name in tensors if name.startswith(f"{prefix}.self_attn")]:
+                    del tensors[name]
+                tensors[f"{prefix}.conv.conv.weight"] = torch.randn(s.hidden, 1, 3)
+                for name, rows in (("in_proj", 3 * s.hidden), ("out_proj", s.hidden)):
+                    tensors[f"{prefix}.conv.{name}.weight"] = torch.randn(rows, s.hidden) * 1.5 / math.sqrt(s.hidden)
+            else:
+                for name in ("q_layernorm", "k_layernorm"):
+                    tensors[f"{prefix}.self_attn.{name}.weight"] = torch.full((s.head_dim,), 2.0)
+        _write(directory, config, tensors)
+
+    return _once(directory, write)
+
+
 def make_phi3(directory: Path) -> Path:
     """A Phi-3-like model: it has other rotary factors for a max_model_len of more than 1,024 tokens."""
 
@@ -318,6 +354,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "eagle": make_eagle,
     "mtp": make_mtp,
     "qwen3_next": make_qwen3_next,
+    "lfm2": make_lfm2,
     "llava": make_llava,
 }
 
@@ -389,6 +426,15 @@ def _decoder_weights(s: Shape, norms: dict[str, float], final_norm: float) -> di
         for name, weight in norms.items():
             tensors[f"{prefix}.{name}.weight"] = torch.full((s.hidden,), weight)
     return tensors
+
+
+def _lfm2_name(name: str) -> str:
+    """The name of a weight of a Llama-like decoder in LFM2."""
+    others = {"model.norm": "model.embedding_norm", "o_proj": "out_proj", "mlp.gate_proj": "feed_forward.w1"}
+    others |= {"mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
+    for old, new in others.items():
+        name = name.replace(old, new)
+    return name
 
 
 def _llava_scale(name: str, inputs: int) -> float:

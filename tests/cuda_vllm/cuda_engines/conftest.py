@@ -73,6 +73,14 @@ def gemma2(model_root: Path) -> Path:
     return make_gemma2(model_root / "gemma2")
 
 
+@pytest.fixture(scope="session")
+def lfm2(model_root: Path) -> Path:
+    from tiny_models import Shape, make_lfm2
+
+    shape = Shape(hidden=128, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=32)
+    return make_lfm2(model_root / "lfm2", shape)
+
+
 @pytest.fixture
 def engine() -> Iterator[Callable[..., Engine]]:
     """Makes engines (arguments of `real_engine.Engine`) and closes them when the test ends."""

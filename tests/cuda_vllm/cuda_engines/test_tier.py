@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
+import fake_cuda
 import fake_device
+import real_engine
 from engine_checks import Reference as Plain
 from engine_checks import inject_faults
 from fake_cuda import Fake
+from full_filesystem import small, take_space
 from prompts import PROMPTS, TOKENS, cached, slow, tokens
 from real_engine import Engine, prompt
-from tier_engine import OFFLOADING, extra_config, flip_payload_bytes, settled, stats, tier_of
+from tier_engine import OFFLOADING, extra_config, flip_payload_bytes, settled, stats, tier_of, until_no_writes
 from tiny_models import Shape, make_eagle
 
 Make = Callable[..., Engine]
@@ -27,9 +30,9 @@ ROW = 16 << 10
 """Bytes of a chunk of one block."""
 
 
-def options(directory: Path) -> dict[str, Any]:
+def options(directory: Path, **more: Any) -> dict[str, Any]:
     """With vLLM's own specification, and host memory for 256 blocks."""
-    found = extra_config(directory / "cache", cpu_bytes_to_use=256 * ROW, min_load_tokens=0) | {
+    found = extra_config(directory / "cache", cpu_bytes_to_use=256 * ROW, min_load_tokens=0, **more) | {
         "spec_name": "TieringOffloadingSpec"
     }
     del found["spec_module_path"]
@@ -49,8 +52,9 @@ def comes_back(
     expected: list[list[int]],
     hits: list[int],
     prompts: list[list[int]] = PROMPTS,
-) -> None:
-    """The prompts are computed and saved. They come back from vLLM's host memory, and after a restart from disk."""
+) -> Engine:
+    """The prompts are computed and saved. They come back from vLLM's host memory, and after a restart from disk, in the
+    engine that is returned."""
     first = make()
     is_saved(first, fake, expected, prompts)
     again = first.generate_all(prompts, TOKENS)
@@ -66,6 +70,7 @@ def comes_back(
     found = stats(second)
     assert found["disk_reads"] > 0
     assert found["checksum_failures"] == found["load_failures"] == 0
+    return second
 
 
 def test_blocks_come_back(fake: Fake, engine: Make, llama: Path, reference: Reference, tmp_path: Path) -> None:
@@ -90,6 +95,31 @@ def test_windows_come_back(fake: Fake, engine: Make, gemma2: Path, tmp_path: Pat
     comes_back(
         lambda: engine(gemma2, options(tmp_path), blocks=120, **OFFLOADING), fake, expected, [384, 368, 384], long
     )
+
+
+def test_states_come_back(fake: Fake, engine: Make, lfm2: Path, tmp_path: Path) -> None:
+    """Half of the layers are convolutions, whose states a hit needs at its end."""
+    plain = Plain(lfm2, **fake_device.ENGINE)
+    expected = [plain(ids, TOKENS) for ids in PROMPTS]
+    plain.close()
+    comes_back(
+        lambda: engine(lfm2, options(tmp_path), enable_prefix_caching=True, **OFFLOADING),
+        fake,
+        expected,
+        [192, 224, 176, 32],
+    )
+
+
+@pytest.mark.skipif(not fake_cuda.is_loaded(), reason="ranks on GPUs need NCCL")
+def test_what_two_ranks_have_saved_comes_back(
+    fake: Fake, engine: Make, llama: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank is a process with a device of its own, and copies its half of each row."""
+    monkeypatch.setattr(real_engine, "PRELOADED", ["fake_ranks"])
+    expected = [reference(ids, TOKENS) for ids in PROMPTS]
+    ranks = {"executor": "mp", "tensor_parallel_size": 2, "disable_custom_all_reduce": True, **OFFLOADING}
+    last = comes_back(lambda: engine(llama, options(tmp_path), **ranks), fake, expected, HITS)
+    assert last.core.collective_rpc("broken") == [[], []]
 
 
 def test_damaged_bytes_are_computed(
@@ -133,6 +163,33 @@ def test_a_disk_that_hangs_or_goes_away_costs_hits_only(
     third = engine(llama, planned, **OFFLOADING)
     assert tokens(third.generate_all(PROMPTS, TOKENS)) == expected
     settled(third)
+
+
+def test_a_full_disk_costs_saves_only(
+    fake: Fake, engine: Make, llama: Path, reference: Reference, tmp_path: Path
+) -> None:
+    expected = [reference(ids, TOKENS) for ids in PROMPTS]
+    with small(tmp_path / "filesystem") as filesystem:
+        bounded = options(filesystem, disk_capacity="64MiB")
+        first = engine(llama, bounded, **OFFLOADING)
+        is_saved(first, fake, expected[:1], PROMPTS[:1])
+        take_space(filesystem)
+        assert tokens(first.generate_all(PROMPTS, TOKENS)) == expected
+        settled(first, writes=False)
+        until_no_writes(first)
+        again = first.generate_all(PROMPTS, TOKENS)
+        assert (tokens(again), cached(again)) == (expected, HITS), "vLLM's host memory has all"
+        settled(first, writes=False)
+        first.close()
+        second = engine(llama, bounded, **OFFLOADING)
+        again = second.generate_all(PROMPTS, TOKENS)
+        # The directory is smaller now, and keeps what lies before its new end.
+        found = cached(again)
+        assert tokens(again) == expected
+        assert (0 < found[0] <= 192, found[1], found[2] <= 96, found[3]) == (True, 0, True, 0)
+        settled(second, writes=False)
+        assert stats(second)["disk_reads"] > 0
+        second.close()
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])

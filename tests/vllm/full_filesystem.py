@@ -1,0 +1,54 @@
+"""A filesystem of its own for a cache, which a test fills."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def small(place: Path) -> Iterator[Path]:
+    """A filesystem of 96 MiB in a new directory. Skips the test if this process may not mount one."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=96m", "none", str(place)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs root, to mount a filesystem")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def holes(file: Path) -> Iterator[tuple[int, int]]:
+    """The ranges of a file that hold nothing."""
+    size, at = file.stat().st_size, 0
+    with file.open("rb") as opened:
+        while (at := os.lseek(opened.fileno(), at, os.SEEK_HOLE) if at < size else size) < size:
+            try:
+                end = os.lseek(opened.fileno(), at, os.SEEK_DATA)
+            except OSError:  # nothing follows
+                end = size
+            yield at, end
+            at = end
+
+
+def take_space(filesystem: Path) -> None:
+    """Take all space of a filesystem, also that of the cache's slots that hold nothing."""
+    data = filesystem / "cache" / "data"
+    for begin, end in holes(data) if data.exists() else ():
+        punch = ["fallocate", "--punch-hole", "--offset", str(begin), "--length", str(end - begin), str(data)]
+        subprocess.run(punch, check=True)
+    with (filesystem / "other").open("wb", buffering=0) as other:
+        try:
+            while True:
+                other.write(bytes(MIB))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
