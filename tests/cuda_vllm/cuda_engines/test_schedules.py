@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import pytest
 
 from engine_checks import add, finish, nothing_left, stats, step, step_until
@@ -55,6 +56,7 @@ def test_blocks_come_back_however_steps_are_run(
     comes_back(one, expected)
 
 
+@pytest.mark.skipif(not fake_cuda.is_loaded(), reason="PyTorch 2.11 ends such a capture on a GPU with an assertion")
 def test_blocks_come_back_with_graphs_between_attention(
     fake: Fake, engine: Make, llama: Path, reference: Reference
 ) -> None:
