@@ -39,7 +39,6 @@ class Rank:
     def __init__(self, rank: int) -> None:
         torch.cuda.set_device(rank)
         self._rank = rank
-        self._moving = fake_cuda.run_kernels() if fake_cuda.is_loaded() else None
         self._cache = synthetic_cache(PAGE, BLOCKS, LAYERS, "LBHNC", torch.device("cuda", rank))
         parallel = SimpleNamespace(rank=rank, tensor_parallel_size=2)
         model = SimpleNamespace(get_total_num_kv_heads=lambda: 2)

@@ -209,7 +209,6 @@ impl PyStagedCopies {
     }
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "as `map_err` calls it")]
 fn refusal(refused: Refused) -> PyErr {
     PyRuntimeError::new_err(refused.to_string())
 }

@@ -112,23 +112,24 @@ impl Staged {
             let place = &places[self.next % places.len()];
             self.next = (self.next + 1) % PARTS;
             let shards = shards(place.address, shard, some, chunk);
-            // SAFETY: handles of this driver, and by the contract memory that may be read and written.
-            unsafe {
-                match direction {
-                    Direction::Save => {
-                        self.wait_until_free(place, self.kernels)?;
-                        self.launch(direction, pages, some, place.address)?;
-                        self.pass(self.kernels, copies.stream)?;
-                        copies.queue(direction, shards, arena)?;
-                        self.is_used_until_now(place, copies.stream)?;
-                    }
-                    Direction::Load => {
-                        self.wait_until_free(place, copies.stream)?;
-                        copies.queue(direction, shards, arena)?;
-                        self.pass(copies.stream, self.kernels)?;
-                        self.launch(direction, pages, some, place.address)?;
-                        self.is_used_until_now(place, self.kernels)?;
-                    }
+            match direction {
+                Direction::Save => {
+                    self.wait_until_free(place, self.kernels)?;
+                    // SAFETY: by the contract. So are the following calls.
+                    unsafe { self.launch(direction, pages, some, place.address) }?;
+                    self.pass(self.kernels, copies.stream)?;
+                    // SAFETY: see above.
+                    unsafe { copies.queue(direction, shards, arena) }?;
+                    self.is_used_until_now(place, copies.stream)?;
+                }
+                Direction::Load => {
+                    self.wait_until_free(place, copies.stream)?;
+                    // SAFETY: see above.
+                    unsafe { copies.queue(direction, shards, arena) }?;
+                    self.pass(copies.stream, self.kernels)?;
+                    // SAFETY: see above.
+                    unsafe { self.launch(direction, pages, some, place.address) }?;
+                    self.is_used_until_now(place, self.kernels)?;
                 }
             }
         }
@@ -136,35 +137,32 @@ impl Staged {
     }
 
     /// Lets `stream` wait for all work that uses the place. An event that was never recorded is not waited for.
-    unsafe fn wait_until_free(&self, place: &StagingPlace, stream: Stream) -> Result<(), Refused> {
+    fn wait_until_free(&self, place: &StagingPlace, stream: Stream) -> Result<(), Refused> {
         for part in place.parts.clone() {
-            // SAFETY: by the contract.
-            unsafe { self.wait(stream, self.free[part]) }?;
+            self.wait(stream, self.free[part])?;
         }
         Ok(())
     }
 
-    unsafe fn is_used_until_now(&self, place: &StagingPlace, last: Stream) -> Result<(), Refused> {
+    fn is_used_until_now(&self, place: &StagingPlace, last: Stream) -> Result<(), Refused> {
         for part in place.parts.clone() {
-            // SAFETY: by the contract.
+            // SAFETY: an event of this driver, and one of the two streams.
             unsafe { self.functions.record_event(self.free[part], last) }?;
         }
         Ok(())
     }
 
     /// Lets the next work of `to` wait for the work that `from` has now.
-    unsafe fn pass(&self, from: Stream, to: Stream) -> Result<(), Refused> {
-        // SAFETY: by the contract. So is the next one.
+    fn pass(&self, from: Stream, to: Stream) -> Result<(), Refused> {
+        // SAFETY: an event of this driver, and one of the two streams.
         unsafe { self.functions.record_event(self.passed, from) }?;
-        // SAFETY: see above.
-        unsafe { self.wait(to, self.passed) }
+        self.wait(to, self.passed)
     }
 
-    unsafe fn wait(&self, stream: Stream, event: Event) -> Result<(), Refused> {
-        // SAFETY: by the contract.
-        called("cuStreamWaitEvent", unsafe {
-            (self.functions.wait)(stream, event, 0)
-        })
+    fn wait(&self, stream: Stream, event: Event) -> Result<(), Refused> {
+        // SAFETY: an event of this driver, and one of the two streams.
+        let code = unsafe { (self.functions.wait)(stream, event, 0) };
+        called("cuStreamWaitEvent", code)
     }
 
     /// Launches kernels that move the pages of some blocks from or to their shards at the address `shards`.

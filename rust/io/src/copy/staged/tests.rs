@@ -57,12 +57,15 @@ unsafe extern "C" fn copy(
     _: *mut usize,
     stream: Stream,
 ) -> u32 {
-    for index in 0..count {
-        // SAFETY: as many entries, as for the driver.
-        let (to, from) = unsafe { (*destinations.add(index), *sources.add(index)) };
-        // SAFETY: see above.
-        let size = unsafe { *sizes.add(index) } as u64;
-        DEVICE.with_borrow_mut(|device| device.moved.push((to, from, size)));
+    // SAFETY: as many entries, as for the driver. So are the following ones.
+    let destinations = unsafe { std::slice::from_raw_parts(destinations, count) };
+    // SAFETY: see above.
+    let sources = unsafe { std::slice::from_raw_parts(sources, count) };
+    // SAFETY: see above.
+    let sizes = unsafe { std::slice::from_raw_parts(sizes, count) };
+    for (index, size) in sizes.iter().enumerate() {
+        let moved = (destinations[index], sources[index], *size as u64);
+        DEVICE.with_borrow_mut(|device| device.moved.push(moved));
     }
     note(format!("{}: copy {count}", name(stream)))
 }
@@ -107,7 +110,6 @@ unsafe extern "C" fn find(kernel: *mut Kernel, module: Module, name: *const c_ch
     0
 }
 
-#[expect(clippy::too_many_arguments, reason = "those of the driver's function")]
 unsafe extern "C" fn launch(
     kernel: Kernel,
     grid: c_uint,
@@ -122,16 +124,18 @@ unsafe extern "C" fn launch(
     _: *const *const c_void,
 ) -> u32 {
     assert_eq!(kernel.addr(), 5);
-    // SAFETY: five parameters, of the types of the kernel's. So are the following ones.
-    let table = unsafe { *(*parameters).cast::<[u64; TABLE]>() };
+    // SAFETY: five parameters.
+    let parameters = unsafe { std::slice::from_raw_parts(parameters, 5) };
+    // SAFETY: of the types of the kernel's. So are the following ones.
+    let table = unsafe { *parameters[0].cast::<[u64; TABLE]>() };
     // SAFETY: see above.
-    let pages = unsafe { *(*parameters.add(1)).cast::<c_uint>() } as usize;
+    let pages = unsafe { *parameters[1].cast::<c_uint>() } as usize;
     // SAFETY: see above.
-    let to_pages = unsafe { *(*parameters.add(2)).cast::<c_uint>() };
+    let to_pages = unsafe { *parameters[2].cast::<c_uint>() };
     // SAFETY: see above.
-    let shards = unsafe { *(*parameters.add(3)).cast::<u64>() };
+    let shards = unsafe { *parameters[3].cast::<u64>() };
     // SAFETY: see above.
-    let shard = unsafe { *(*parameters.add(4)).cast::<u64>() };
+    let shard = unsafe { *parameters[4].cast::<u64>() };
     for cta in 0..grid as usize {
         let (block, page) = (cta / pages, cta % pages);
         let [address, stride, len, offset] = *table[4 * page..].first_chunk().unwrap();
@@ -175,11 +179,11 @@ fn lane() -> Lane {
         launch,
     };
     // SAFETY: the functions take any stream.
-    unsafe {
-        Lane {
-            copies: Batches::new(functions, COPIES),
-            staged: Staged::new(functions, KERNELS).unwrap(),
-        }
+    let staged = unsafe { Staged::new(functions, KERNELS) };
+    Lane {
+        // SAFETY: see above.
+        copies: unsafe { Batches::new(functions, COPIES) },
+        staged: staged.unwrap(),
     }
 }
 
