@@ -72,9 +72,8 @@ def test_a_prompt_of_128k_tokens_costs_one_batch_or_one_and_a_few_kernels_for_ea
     spent = {key: now - before[key] for key, now in fake.counts().items() if now != before[key]}
     pieces = blocks if gathered or model.layout == "BLHNC" else blocks * model.layers
     assert spent["descriptors"] <= pieces + chunks * len(range(0, rank.arena.size, chunk_bytes(rank.arena.size)))
-    # With gathered pages: kernels, and events between the two streams: two for each chunk, and one at the end of a
-    # load, whose kernels come last.
-    check_cut(spent, chunks if gathered else 1, 2 + gathered * (2 * chunks + (direction == "load")))
+    # With gathered pages: kernels, and events between the two streams: two for each chunk.
+    check_cut(spent, chunks if gathered else 1, 2 + gathered * 2 * chunks)
     others = {key: value for key, value in spent.items() if key not in ("descriptors", "batches", "events_recorded")}
     assert others == ({"launches": launches(model, blocks)} if gathered else {})
     rank.worker.shutdown()
@@ -97,7 +96,7 @@ def test_a_step_of_many_requests_is_one_job(fake: Fake, device: torch.device, na
     assert spent["launches"] == launches(rank.model, 16) * gathered
     assert spent["single_copies"] == 0
     # One event for the step, one at the end of each chunk, and those between the two streams.
-    between = (2 + (direction == "load")) * chunks * gathered
+    between = 2 * chunks * gathered
     check_cut(spent, chunks, 1 + chunks + between)
     rank.worker.shutdown()
 

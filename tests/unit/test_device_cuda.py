@@ -430,8 +430,8 @@ class MissingEvent(ManualStreams):
         ("direct", False, 2),
         # Between kernel and copies, after the copies, at the end.
         *(("gather", True, event) for event in (2, 3, 4)),
-        # The end of a load has two events.
-        *(("gather", False, event) for event in (2, 3, 4, 5)),
+        # Between copies and kernel, after the kernel, at the end.
+        *(("gather", False, event) for event in (2, 3, 4)),
     ],
 )
 def test_a_job_with_an_event_that_cannot_be_recorded_is_waited_for(strategy: str, to_arena: bool, missing: int) -> None:
@@ -545,7 +545,7 @@ def test_a_larger_staging_buffer_is_used_when_all_work_of_the_first_has_run() ->
     lanes = Lanes.make(streams, 4096, lambda name: AtOnceExecutor())
     arena, caches = Arena.create(ARENA), [synthetic_cache(1008, 7, layers, "LBHNC") for layers in (2, 8)]
     for cache, size in zip(caches, (4096, 8 * 1008), strict=True):
-        copier = CudaCopier(cache.layout, arena, 0, lanes, None, strategy="gather")
+        copier = CudaCopier(cache.layout, arena, lanes, None, strategy="gather")
         copier.submit(True, [Job(1, [copy_of([1, 2], [0, 8192])])])
         assert lanes.save._staging is not None
         assert lanes.save._staging.numel() == size
@@ -584,6 +584,24 @@ def test_a_job_ends_after_the_blocks_of_its_last_group(strategy: str, to_arena: 
         ended += copier.poll()
     assert [(one.ticket, one.ok) for one in ended] == [(1, True), (2, True)]
     assert not streams.step(), "copies of a group follow the end of its job"
+
+
+@pytest.mark.parametrize("gathered_last", [True, False])
+def test_a_load_ends_after_its_kernels_and_after_its_direct_copies(gathered_last: bool) -> None:
+    pages = (4096, 1008) if gathered_last else (1008, 4096)
+    caches = [synthetic_cache(page, 7, LAYERS, "LBHNC") for page in pages]
+    groups = {at: dataclasses.replace(cache.layout.groups[0], group=at) for at, cache in enumerate(caches)}
+    tensors = tuple(tensor for cache in caches for tensor in cache.layout.tensors)
+    layout, arena = DeviceLayout(torch.device("cpu"), groups, tensors), Arena.create(ARENA)
+    for seed in SEEDS:
+        streams = ManualStreams(seed)
+        lanes = Lanes.make(streams, 5 * 1008 * LAYERS, lambda name: AtOnceExecutor())
+        copier = CudaCopier(layout, arena, lanes, None, gather_below=2048)
+        copier.submit(False, [Job(1, [copy_of([1, 2], [0, 16384]), copy_of([1, 2], [32768, 49152], group=1)])])
+        while not (ended := copier.poll()):
+            assert streams.step()
+        assert [(one.ticket, one.ok) for one in ended] == [(1, True)]
+        assert not streams.step(), "work of the job follows its end"
 
 
 def test_an_unknown_strategy_is_refused() -> None:

@@ -44,13 +44,15 @@ class Lane:
         """An event for which the kernels of this job still have to wait."""
         self._scattered = False
         """Whether kernels of this job follow its copies."""
+        self._copied_since = False
+        """Whether copies of this job follow its last kernel, on the other stream."""
         self._refused: int | None = None
         """Bytes of a staging buffer that cannot be had; 0: of any."""
 
     def begin(self, ready: Any) -> None:
         """A job begins: its work runs after the event ``ready``."""
         self.streams.wait(self.handle, ready)
-        self._ready, self._scattered = ready, False
+        self._ready, self._scattered, self._copied_since = ready, False, False
 
     def copy(self, to_arena: bool, pieces: BlockPieces, arena: int, *, staged: bool) -> None:
         """Queue copies between the device and the arena at the address ``arena``.
@@ -58,13 +60,15 @@ class Lane:
         ``staged``: through the staging buffer; `stages` has said that this works.
         """
         if not staged:
+            self._copied_since = True
             self.streams.copy(self.handle, pieces, arena, to_arena=to_arena)
             return
         assert self._staged is not None
         assert self._staging is not None
         try:
             if not to_arena:
-                self._scattered = True
+                # The last kernel waits for all copies before it.
+                self._scattered, self._copied_since = True, False
             elif self._ready is not None:
                 self.streams.wait(self.kernels, self._ready)
                 self._ready = None
@@ -78,7 +82,8 @@ class Lane:
         """An event that happens when all work of the job so far has run. Later copies do not wait for it."""
         if not self._scattered:
             return self.streams.record(self.handle)
-        self.streams.wait(self.kernels, self.streams.record(self.handle))
+        if self._copied_since:
+            self.streams.wait(self.kernels, self.streams.record(self.handle))
         return self.streams.record(self.kernels)
 
     def stages(self, shard_bytes: int) -> bool:
