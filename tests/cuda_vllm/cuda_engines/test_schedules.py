@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fake_cuda
 import pytest
 
+import fake_cuda
 from engine_checks import add, finish, nothing_left, stats, step, step_until
 from fake_cuda import Fake
 from prompts import CACHED, MEMORY, PROMPTS, TOKENS, cached, slow, tokens
