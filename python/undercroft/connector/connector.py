@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from undercroft._core import Engine
+    from undercroft.connector.requests.spans import Spans
     from undercroft.connector.worker.worker import WorkerConnector
     from undercroft.threshold import HitThreshold, Rejection
 
@@ -143,6 +144,10 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             hook,
             error=error,
         )
+
+    @property
+    def _spans(self) -> Spans | None:
+        return None if self._explanations is None else self._explanations.spans
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -250,6 +255,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerConnector.on_new_request`."""
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
+        if (spans := self._spans) is not None:
+            spans.arrived(request)
         self._events.arrived(request)
         self._client_fields.arrived(request)
         self._hints.arrived(request)
@@ -269,6 +276,8 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
                     unread_tokens = self._scheduler.unread_tokens(request)
             if self._explanations is not None:
                 self._explanations.asked(request, num_computed_tokens)
+                if (spans := self._explanations.spans) is not None and self._scheduler is not None:
+                    spans.asked(request.request_id, is_reading=self._scheduler.is_reading(request))
             if self._recorder is not None and answer[0] is not None:
                 self._recorder.looked_up(request.request_id, num_computed_tokens + answer[0])
         except Exception as error:
@@ -353,13 +362,22 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerConnector.build_connector_meta`."""
         if self._scheduler is None:
             return UndercroftMetadata()
-        return self._scheduler.build_connector_meta(scheduler_output)
+        metadata = self._scheduler.build_connector_meta(scheduler_output)
+        if (spans := self._spans) is not None:
+            try:
+                spans.scheduled(metadata)
+            except Exception as error:
+                # The loads in the metadata must reach the workers: vLLM waits for them.
+                self._report("build_connector_meta", error)
+        return metadata
 
     @fail_open(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See `SchedulerConnector.update_connector_output`."""
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output)
+        if (spans := self._spans) is not None:
+            spans.reported(connector_output)
 
     @fail_open(bool)
     def register_finished_partial_tail(

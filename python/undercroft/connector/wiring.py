@@ -107,7 +107,9 @@ def start_scheduler(
         at_version = partial(weight_version, description) if config.share_weight_versions else None
         resets = Resets(scheduler, config.reset_with_prefix_cache, at_version)
         events = events_of(vllm_config, session, groups, kv_cache_config)
-        hints, explanations = _requests(config, engine, session, groups, counts, scheduler)
+        hints, explanations = _requests(
+            config, session, groups, counts, scheduler, vllm_config.parallel_config.world_size
+        )
         stats, recorder, shadow = _observers(vllm_config, config, engine, groups, registration)
         naming.digests.save()
         _say_how_it_runs(config, engine, session, groups, registration)
@@ -121,11 +123,11 @@ def start_scheduler(
 
 def _requests(
     config: UndercroftConfig,
-    engine: Engine,
     session: Session,
     groups: Groups,
     counts: Counts,
     scheduler: SchedulerConnector,
+    world_size: int,
 ) -> tuple[RequestHints, Explanations]:
     """The parts for what requests ask for, and are told."""
     hints = RequestHints(
@@ -140,6 +142,7 @@ def _requests(
         session,
         config.log_requests,
         may_tell="explain" in config.client_fields,
+        world_size=world_size,
     )
     return hints, explanations
 

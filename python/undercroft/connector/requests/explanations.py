@@ -6,11 +6,11 @@ explanation the cost is a comparison.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
 from undercroft import compat, reasons, request_params
+from undercroft.connector.requests.spans import Spans, is_traced
 from undercroft.log import logger
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from undercroft._core import Session
 
 SPAN = "undercroft.lookup"
-_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-"""vLLM sets this variable in its processes if tracing is on."""
 
 
 class Explanations:
@@ -32,13 +30,15 @@ class Explanations:
         log_requests: str,
         *,
         may_tell: bool = True,
+        world_size: int = 1,
     ) -> None:
         """``log_requests``: the option. ``may_tell``: whether requests may ask for an explanation in their
-        responses."""
+        responses. ``world_size``: the ranks that copy each save."""
         self._may_tell = may_tell
         self._session = session
         self._log_requests = log_requests
-        self._traces = bool(os.environ.get(_TRACES_ENDPOINT)) and compat.may_trace()
+        self.spans = Spans(world_size) if is_traced() else None
+        """None unless vLLM traces requests."""
         self._asked: dict[str, tuple[int, float]] = {}
         """By request: tokens on the device at the scheduler's last call, and the time of its first call."""
         self._admitted: dict[str, dict[str, Any] | None] = {}
@@ -68,19 +68,21 @@ class Explanations:
         }
         if self._log_requests == "all" or (self._log_requests == "misses" and reason != "complete"):
             _log(request.request_id, told)
-        if self._traces and (headers := getattr(request, "trace_headers", None)):
+        if self.spans is not None and (headers := getattr(request, "trace_headers", None)):
             attributes = {f"{SPAN}.{name}": value for name, value in told.items() if value is not None}
             compat.trace(SPAN, since, headers, attributes)
         self._admitted[request.request_id] = told if self._asks(request) else None
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """The explanation of a request that has ended, for the response's ``kv_transfer_params``."""
+        if self.spans is not None:
+            self.spans.finished(request_id)
         self._asked.pop(request_id, None)
         told = self._admitted.pop(request_id, None)
         return None if told is None else {request_params.EXPLAIN: told}
 
     def _is_wanted(self, request: Request) -> bool:
-        return self._log_requests != "off" or self._traces or (self._may_tell and self._asks(request))
+        return self._log_requests != "off" or self.spans is not None or (self._may_tell and self._asks(request))
 
     def _asks(self, request: Request) -> bool:
         """Whether the response must have an explanation."""

@@ -129,6 +129,11 @@ class SchedulerConnector:
         state = self._requests.get(request.request_id)
         return 0 if state is None else state.question.unread_tokens
 
+    def is_reading(self, request: Request) -> bool:
+        """Whether a request waits for reads into host memory, or has waited in its open question."""
+        state = self._requests.get(request.request_id)
+        return state is not None and state.question.deferred
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The request got its device blocks: load ``num_external_tokens`` into them, or nothing if that is 0."""
         request_id = request.request_id
