@@ -119,7 +119,8 @@ class Steps:
         try:
             self.problems += step()
         except subprocess.CalledProcessError as error:
-            self.problems.append(f"{name}: {' '.join(map(str, error.cmd))[:200]} ended with status {error.returncode}")
+            said = f"\n{error.stdout.rstrip()}" if error.stdout else ""
+            self.problems.append(f"{name}: {' '.join(map(str, error.cmd))} ended with status {error.returncode}{said}")
         self.took.append((name, time.monotonic() - began))
 
 

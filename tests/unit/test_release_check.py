@@ -119,7 +119,12 @@ def test_the_tree_s_own_change_log_and_version_fit() -> None:
 def test_a_step_whose_program_fails_is_a_problem_and_the_next_one_runs(capsys: pytest.CaptureFixture[str]) -> None:
     steps = Steps()
     steps.run("first", lambda: [call("false")])
-    steps.run("second", lambda: ["bad"])
-    assert steps.problems == ["first: false ended with status 1", "bad"]
-    assert [name for name, _ in steps.took] == ["first", "second"]
-    assert capsys.readouterr().out == "== first\n== second\n"
+    steps.run("second", lambda: [call("sh", "-c", "echo why; exit 3")])
+    steps.run("third", lambda: ["bad"])
+    assert steps.problems == [
+        "first: false ended with status 1",
+        "second: sh -c echo why; exit 3 ended with status 3\nwhy",
+        "bad",
+    ]
+    assert [name for name, _ in steps.took] == ["first", "second", "third"]
+    assert capsys.readouterr().out == "== first\n== second\n== third\n"
