@@ -332,6 +332,11 @@ def job_of(number: int, is_load: bool = True) -> tuple[Job, Any]:
     return job, _Begun(asked, job, SimpleNamespace(request=SimpleNamespace(request_id="r")), {})
 
 
+def test_only_the_schedulers_thread_polls_the_tier() -> None:
+    """vLLM 0.33 polls tiers that say so from a thread of its own, too."""
+    assert not getattr(UndercroftTier, "tolerates_off_thread_polling", False)
+
+
 def test_an_error_at_the_end_of_a_job_loses_no_other_end() -> None:
     tier: Any = object.__new__(UndercroftTier)
     begun = [job_of(number) for number in (1, 2, 3)]
@@ -346,6 +351,17 @@ def test_an_error_at_the_end_of_a_job_loses_no_other_end() -> None:
     tier._prompts, tier._ended, tier._log_once = SimpleNamespace(has_loaded=has_loaded), [], LogOnce()
     assert [(one.job_id, one.success) for one in tier.get_finished_jobs()] == [(1, True), (2, False), (3, True)]
     assert not tier._jobs
+
+
+def test_a_load_of_a_part_tells_vllm_of_its_chunks() -> None:
+    tier: Any = object.__new__(UndercroftTier)
+    places = {key(0, number): Place(0, number, HASH) for number in range(3)}
+    job, begun = job_of(1)
+    job.blocks, job.done = tuple(Chunks.blocks(places.values(), range(3))), {0: frozenset({0, 1})}
+    begun.job.keys = list(places)
+    tier._prompts = None
+    result = tier._counted(begun._replace(places=places))
+    assert (result.success, result.successful_keys) == (False, (key(0, 0), key(0, 1)))
 
 
 def failing(*_: Any, **__: Any) -> Any:
