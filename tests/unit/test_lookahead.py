@@ -57,6 +57,7 @@ def test_the_hashes_are_those_of_vllm_alone(lift: Callable[[], type]) -> None:
     ("connector", "states"),
     [
         (SimpleNamespace(kv_connector="MultiConnector"), False),
+        (SimpleNamespace(kv_connector="OffloadingConnector"), False),
         (SimpleNamespace(kv_connector=None), False),
         (OURS, True),
     ],
