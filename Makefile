@@ -230,6 +230,19 @@ bench: build  ## What this machine reaches, as tables (`undercroft bench`), then
 	$(BIN)/undercroft bench recover --path .run/bench
 	cargo bench --workspace
 
+# `make policy-table TRACES="requests.jsonl"` also replays traces of your own.
+TRACES ?=
+MADE = agents chats documents floods tenants
+
+.PHONY: policy-table
+policy-table:  ## Hit rates of the engine's policies beside others, on made traces and on TRACES
+	mkdir -p .run/traces
+	for kind in $(MADE); do \
+		$(PYTHON) benches/traces/generate.py $$kind > .run/traces/$$kind.jsonl; \
+		$(PYTHON) benches/traces/generate.py $$kind --seed 11 --vary 0.8 > .run/traces/$$kind-other.jsonl; \
+	done
+	cargo run --quiet --release -p undercroft-bench --example policy_table -- $(TRACES) .run/traces/*.jsonl
+
 # `make compare BASE=main ROUNDS=3 BENCHES="lookup disk"`
 BASE ?=
 ROUNDS ?= 5

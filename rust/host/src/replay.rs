@@ -180,6 +180,11 @@ impl ReplayEngine {
         self.engine.counters()
     }
 
+    /// Blocks that the host tier holds.
+    pub fn host_blocks(&self) -> usize {
+        (self.engine.gauges().host_capacity_bytes / u64::from(PAYLOAD_BYTES)) as usize
+    }
+
     /// Whether the engine has a disk tier.
     pub fn has_disk(&self) -> bool {
         self.engine.device_count() > 0
