@@ -89,6 +89,8 @@ pub(super) struct Operations {
     devices: Vec<DeviceOperations>,
     /// See [`Engine::set_io_depth`](super::Engine::set_io_depth).
     depth: Option<usize>,
+    /// When the devices were polled last: the engine knows all operations that had ended by then.
+    pub(super) polled_ns: u64,
 }
 
 impl Operations {
@@ -96,7 +98,7 @@ impl Operations {
         self.depth = Some(depth);
     }
 
-    /// Sets the number of devices. Each takes operations until [`Operations::set_room`] limits them.
+    /// Sets the number of devices. Each takes operations until [`Operations::polled`] limits them.
     pub(super) fn set_devices(&mut self, count: usize) {
         let device = DeviceOperations {
             room: usize::MAX,
@@ -105,8 +107,9 @@ impl Operations {
         self.devices.resize(count, device);
     }
 
-    /// How many operations may be started now on each device.
-    pub(super) fn set_room(&mut self, room: IoRoom<'_>) {
+    /// The devices were polled, and have room for further operations.
+    pub(super) fn polled(&mut self, room: IoRoom<'_>, now_ns: u64) {
+        self.polled_ns = now_ns;
         for (index, device) in self.devices.iter_mut().enumerate() {
             device.room = room.of(index);
         }

@@ -34,8 +34,6 @@ use super::super::writeback::WriteBack;
 pub struct Engine {
     pub(super) config: EngineConfig,
     pub(super) now_ns: u64,
-    /// When the device was polled last: the engine knows all operations that had ended by then.
-    pub(super) last_poll_ns: u64,
     pub(super) residency: Residency,
     pub(super) promotions: Promotions,
     pub(super) writeback: WriteBack,
@@ -61,8 +59,6 @@ pub struct Engine {
     pub(super) draining: bool,
     /// The health of a directory has changed since the last call of [`Engine::end_entry`].
     pub(super) health_changed: bool,
-    /// Writes of payloads have started since late records or erasures started: now these go first.
-    pub(super) payloads_went: bool,
 }
 
 /// The parts of an engine that promotions and write-back work on.
@@ -88,7 +84,6 @@ impl Engine {
     pub fn new(config: EngineConfig) -> Self {
         Self {
             now_ns: 0,
-            last_poll_ns: 0,
             residency: Residency::new(&config),
             promotions: Promotions::new(config.promotion_bytes),
             writeback: WriteBack::new(&config),
@@ -109,7 +104,6 @@ impl Engine {
             clearing: Clearing::default(),
             draining: false,
             health_changed: false,
-            payloads_went: false,
             config,
         }
     }

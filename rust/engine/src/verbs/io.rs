@@ -129,13 +129,13 @@ impl Engine {
         erasures: usize,
         out: &mut Vec<IoRequest>,
     ) {
-        if self.payloads_went {
+        if self.writeback.payloads_went {
             let before = out.len();
             self.next_record_writes(true, out);
             self.next_erasures(erasures, out);
             self.next_releases(out);
             self.next_syncs(out);
-            self.payloads_went = out.len() == before;
+            self.writeback.payloads_went = out.len() == before;
         }
     }
 
@@ -144,7 +144,7 @@ impl Engine {
         let before = out.len();
         let (writeback, mut parts) = self.writeback();
         writeback.next_writes(&mut parts, looked_at, out);
-        self.payloads_went |= out.len() > before;
+        writeback.payloads_went |= out.len() > before;
     }
 
     /// Appends writes of records; with `only_late`, only those that have waited for long.

@@ -329,8 +329,7 @@ impl Engine {
     /// caller has reported all operations that have ended.
     pub fn turn(&mut self, room: Room<'_>, out: &mut Started) {
         if let Some(room) = room.io {
-            self.last_poll_ns = self.now_ns;
-            self.operations.set_room(room);
+            self.operations.polled(room, self.now_ns);
         }
         let mut turn = TurnState {
             sum_bytes: room.checksum_bytes.unwrap_or(0),

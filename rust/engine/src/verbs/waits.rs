@@ -112,7 +112,7 @@ impl Engine {
     pub(super) fn is_stalled(&self, promotion: &Promotion) -> bool {
         // If the process was delayed, its reads may have ended meanwhile. But a device may block the polling thread for
         // ever.
-        let polled_ns = self.last_poll_ns.max(promotion.started_ns);
+        let polled_ns = self.operations.polled_ns.max(promotion.started_ns);
         let stall_ns = self.config.stall_ns;
         let after =
             |since_ns: u64, stalls: u64| since_ns.saturating_add(stall_ns.saturating_mul(stalls));
@@ -126,7 +126,7 @@ impl Engine {
             return false;
         };
         let since_ns = self.operations.read_progress_ns(device).max(short_ns);
-        self.last_poll_ns >= after(since_ns, 1)
+        self.operations.polled_ns >= after(since_ns, 1)
     }
 }
 

@@ -61,6 +61,8 @@ pub(crate) struct WriteBack {
     pub(super) record_seq: u64,
     /// The write rate kept the next write from starting.
     is_held_by_rate: bool,
+    /// Payloads have gone to the devices since late records or erasures did: now these go first.
+    pub(crate) payloads_went: bool,
 }
 
 impl WriteBack {
@@ -77,6 +79,7 @@ impl WriteBack {
             waits_for_room: false,
             record_seq: 0,
             is_held_by_rate: false,
+            payloads_went: false,
         }
     }
 
