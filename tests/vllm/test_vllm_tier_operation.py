@@ -11,7 +11,10 @@ import pytest
 
 from connector_engine import LONG, OTHER, TOKENS, References
 from engine_checks import add, finish, inject_faults, step, step_until
-from real_engine import prompt
+from real_engine import Engine, prompt
+from serve_process import ServeProcess
+from served_client import until
+from test_engine_with_server import PATIENT
 from tier_engine import OFFLOADING, Make, extra_config, hits, saved, settled, stats, tier_of
 from undercroft.cli import main
 from undercroft.vllm_tier import prompts
@@ -85,16 +88,35 @@ def test_vllm_asks_for_each_chunk_only_when_the_answer_may_be_new(
     assert finish(one)["waits again"] == reference(APART)
 
 
+class Prefetches:
+    """A session that notes where reads begin."""
+
+    def __init__(self, session: Any) -> None:
+        self._session, self.begins = session, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def prefetch(self, name: str, chain: list[bytes], begin: int, *more: Any) -> Any:
+        self.begins.append(begin)
+        return self._session.prefetch(name, chain, begin, *more)
+
+
 def test_reads_begin_behind_the_chunks_of_vllms_host_memory(
-    engine: Make, llama: Path, reference: References, tmp_path: Path
+    engine: Make, llama: Path, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = extra_config(tmp_path / "cache")
     saved(engine, llama, options, LONG)
     one = engine(llama, options, **OFFLOADING)
-    hits(one, reference, OTHER, 640)
-    assert stats(one)["disk_reads"] == 5
-    hits(one, reference, LONG, 896)
-    assert stats(one)["disk_reads"] == 7, "vLLM's host memory has the first five chunks"
+    cache = tier_of(one)._cache
+    session = Prefetches(cache.session)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "session", session)
+        hits(one, reference, OTHER, 640)
+        assert stats(one)["disk_reads"] == 5
+        hits(one, reference, LONG, 896)
+    assert session.begins == [0, 640], "vLLM's host memory has the first five chunks"
+    assert stats(one)["disk_reads"] == 7
 
 
 def test_a_hung_disk_holds_up_neither_aborts_nor_resets_nor_the_end(
@@ -139,3 +161,30 @@ def test_a_disk_that_goes_away_costs_hits_only(
     one.close()
     again = engine(llama, options, **OFFLOADING)
     hits(again, reference, LONG, 0)
+
+
+def test_a_servers_memory_has_the_chunks_and_its_end_costs_hits_only(
+    engine: Make, llama: Path, reference: References, tmp_path: Path
+) -> None:
+    def started() -> Engine:
+        one = engine(llama, extra_config(None, server=f"unix://{server.socket}", **PATIENT), **OFFLOADING)
+        until("the server answers", lambda: tier_of(one)._cache.engine.connection()[0] == "up")
+        return one
+
+    def asked(one: Engine, ids: list[int]) -> int:
+        answer = one.generate(ids, TOKENS)
+        assert answer.tokens == reference(ids)
+        one.idle_steps()
+        assert not tier_of(one).has_pending_work()
+        assert one.device_blocks_in_use() == 0
+        assert one.reset_device_cache()
+        return answer.cached
+
+    with ServeProcess(tmp_path / "s") as server:
+        first = started()
+        assert asked(first, LONG) == 0
+        first.close()
+        second = started()
+        assert [asked(second, ids) for ids in (OTHER, LONG)] == [640, 896]
+        server.process.kill()
+        assert [asked(second, ids) for ids in (APART, LONG)] == [0, 896], "vLLM's own host memory has the latter"

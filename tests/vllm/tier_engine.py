@@ -23,7 +23,7 @@ _VLLMS = ("blocks_per_chunk", "canonical_layout", "cpu_bytes_to_use")
 def extra_config(disk: Path | None, *, rows: int = 32, **more: Any) -> dict[str, Any]:
     """The options of vLLM's offloading connector. ``rows``: blocks in vLLM's host memory. ``more``: options of vLLM,
     or else of undercroft."""
-    options: dict[str, Any] = {"host_memory": "64MiB", "promotion_wait": "complete"}
+    options: dict[str, Any] = {"promotion_wait": "complete"} | ({} if "server" in more else {"host_memory": "64MiB"})
     if disk is not None:
         options |= {"disk_path": str(disk), "disk_capacity": "256MiB"}
     entry = {"type": "UndercroftTier", "module_path": "undercroft.vllm_tier", **options}
