@@ -125,3 +125,28 @@ def test_two_ranks_save_the_bytes_of_one(start: Start, heads_8: Path, tmp_path: 
     assert (loaded[0] == computed[0]).all()
     for layer, (ours, theirs) in enumerate(zip(computed, loaded, strict=True)):
         np.testing.assert_allclose(theirs, ours, rtol=1e-3, atol=1e-3, err_msg=f"layer {layer}")
+
+
+def test_a_block_with_a_flipped_byte_is_computed_by_another_number_of_ranks(
+    start: Start, heads_2: Path, tmp_path: Path
+) -> None:
+    one = start(heads_2, 1)
+    [computed] = answers(one, LONG)
+    one.close()
+    data = Path(on_disk(tmp_path)["disk_path"], "data")
+    content = bytearray(data.read_bytes())
+    [namespace] = _core.inspect(str(data.parent))["namespaces"]
+    for at in payloads(content, namespace["bytes"] // (HELD // BLOCK)):
+        content[at] ^= 0x10
+    data.write_bytes(content)
+
+    two = start(heads_2, 2)
+    answer = two.generate(LONG, 16, logprobs=5)
+    assert answer.cached == 0
+    assert Model("llama", heads_2, "float32", BLOCK, 0).same(answer, computed)
+    assert core(two).stats()["checksum_failures"] > 0
+
+
+def payloads(data: bytes, size: int) -> list[int]:
+    """A byte in each piece of the file in which only payloads lie: none is smaller than a page of a disk."""
+    return [at for at in range(size // 2, len(data), size) if any(data[at : at + 4096])]
