@@ -20,7 +20,7 @@ from kv_caches import BLOCKS, allocate, full, group, mixed_group, plan, schedule
 from manual_streams import AtOnceExecutor, ManualStreams
 from undercroft._core import Arena
 from undercroft.connector.ranks import Division, division
-from undercroft.device.api import DeviceCopier, Job
+from undercroft.device.api import GATHER_BELOW, DeviceCopier, Job
 from undercroft.device.cpu import CpuCopier
 from undercroft.device.cuda import STRATEGIES, CudaCopier
 from undercroft.device.lane import Lanes
@@ -264,6 +264,20 @@ def test_what_depends_on_the_ranks_has_an_identity_for_each_number(specs: Any, c
     assert divided.part(1) == Part(1, 2, by_heads=False)
     assert '"tensor":2' in described(2, HEADS, specs, **changes)
     assert described(2, HEADS, specs, **changes) != described(1, HEADS, specs, **changes)
+
+
+def test_ranks_of_a_gpu_share_payloads_while_their_pages_need_no_gathering() -> None:
+    wide = [fake_config.attention(head_size=256)]
+    pages = {}
+    for ranks in (1, 2, 8):
+        vllm_config, config = model(ranks, 8, wide)
+        vllm_config.device_config = SimpleNamespace(device_type="cuda")
+        divided = division(vllm_config, config)
+        pages[ranks] = config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+        assert (divided.reason is None) == (ranks == 1 or pages[ranks] >= GATHER_BELOW), divided
+    assert pages[2] >= GATHER_BELOW > pages[8], "both sides of the border"
+    assert f"pages of {pages[8]} bytes" in str(divided.reason)
+    assert division(*model(8, 8, wide)).reason is None, "nothing is gathered on a CPU"
 
 
 @pytest.mark.parametrize(("heads", "ranks"), [(8, 3), (3, 2)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from undercroft import compat
+from undercroft.device.api import GATHER_BELOW
 from undercroft.device.layout import Part, kv_replicas
 
 if TYPE_CHECKING:
@@ -72,6 +73,10 @@ def divides_by_heads(spec: Any, heads: int, ranks: int) -> bool:
     return is_split and is_even and spec.num_kv_heads == max(1, heads // ranks)
 
 
+def _is_on_gpu(vllm_config: VllmConfig) -> bool:
+    return str(getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")) == "cuda"
+
+
 def _why_not_by_heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     if kv_cache_config.kv_cache_layout != _BY_HEADS_LAYOUT:
         # Heads inside of tokens would be a copy for each token, and layers inside of blocks one for each layer where
@@ -96,6 +101,10 @@ def _why_not_by_heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
                 return f"{what} is not divided by the model's {heads} heads of keys and values"
             if getattr(spec.kv_quant_mode, "name", "NONE") not in _BY_HEADS_MODES:
                 return f"{what} has scales among its values ({spec.kv_quant_mode.name})"
+            if _is_on_gpu(vllm_config) and spec.page_size_bytes < GATHER_BELOW:
+                # Gathered, a block is one copy. The parts of a rank are no neighbours in a payload by heads, and a GPU
+                # copies such pages one by one at less than half of the bus's speed, in the way of the model's launches.
+                return f"{what} has pages of {spec.page_size_bytes} bytes on each rank, too small for single copies"
         if sum(not set(tensor.layers).isdisjoint(group.layer_names) for tensor in kv_cache_config.kv_cache_tensors) > 1:
             return f"KV cache group {index} has pages of several sizes"
     return None
