@@ -142,7 +142,7 @@ class Session:
 
 @pytest.mark.parametrize("may_tell", [True, False])
 def test_a_response_explains_only_where_the_operator_allows_it(may_tell: bool) -> None:
-    explanations = Explanations(Session(), "off", Counts(), may_tell=may_tell)  # type: ignore[arg-type]
+    explanations = Explanations(Session(), "off", may_tell=may_tell)  # type: ignore[arg-type]
     one = request(explain=True)
     explanations.asked(one, 32)
     explanations.admitted(one, 0)

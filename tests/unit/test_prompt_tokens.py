@@ -206,5 +206,5 @@ def test_only_the_first_run_counts_and_an_aborted_request_does_not():
     world.answer(meta)
     world.step([(aborted, 1)])
     assert counted(world) == {}
-    assert world.connector.lookups.prompt_tokens._waiting == {}
+    assert world.connector.lookups.prompt_tokens.waiting == {}
     assert world.errors == []

@@ -77,6 +77,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         self._resets: Resets | None = None
         self._recorder: Recorder | None = None
         self._explanations: Explanations | None = None
+        self._spans: Spans | None = None
         self._shadow: Shadow | None = None
         self._threshold: HitThreshold | None = None
         self._is_child = False
@@ -131,6 +132,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             self._engine, self._scheduler, self._resets = started.engine, started.scheduler, started.resets
             self._events, self._hints, self._explanations = started.events, started.hints, started.explanations
             self._engine_stats, self._recorder, self._shadow = started.stats, started.recorder, started.shadow
+            self._spans = started.explanations.spans
 
     def _report(self, hook: str, error: Exception) -> None:
         """Count an error that was caught in a hook, and log the first of its kind."""
@@ -144,10 +146,6 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             hook,
             error=error,
         )
-
-    @property
-    def _spans(self) -> Spans | None:
-        return None if self._explanations is None else self._explanations.spans
 
     @property
     def requires_kv_delivery(self) -> bool:

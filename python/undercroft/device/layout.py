@@ -12,7 +12,7 @@ other payload has the shards side by side.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -66,17 +66,17 @@ class GroupLayout:
     """Offset of each run in the payload (int64), ascending."""
     shard_bytes: int
     """Bytes of all runs."""
+    begin: int = field(init=False)
+    """Where this rank's part of a payload begins, from the payload's start."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "begin", int(self.offsets[0]) if self.offsets.size else 0)
 
     def pages(self) -> BlockPages:
         """The runs, for the core: as bytes from the begin of this rank's part on."""
         from undercroft._core import BlockPages
 
         return BlockPages(self.addresses, self.strides, self.sizes, self.offsets - self.begin)
-
-    @property
-    def begin(self) -> int:
-        """Where this rank's part of a payload begins, from the payload's start."""
-        return int(self.offsets[0]) if self.offsets.size else 0
 
     @property
     def span(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -323,6 +323,13 @@ class Counts:
         """Raise a counter of `SCHEDULER_KEYS`."""
         if amount:
             self._counters[name] = self._counters.get(name, 0) + amount
+
+    def add_all(self, amounts: Iterable[tuple[str, int]]) -> None:
+        """Raise several counters."""
+        counters = self._counters
+        for name, amount in amounts:
+            if amount:
+                counters[name] = counters.get(name, 0) + amount
 
     def lookup(self, seconds: float, outcome: str, waited: bool) -> None:
         """Count a lookup that was answered ``seconds`` after the scheduler's first call.

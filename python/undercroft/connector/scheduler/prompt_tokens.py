@@ -39,40 +39,39 @@ class PromptTokens:
         self._counts = counts
         self.has_siblings = False
         """Whether other connectors may bring tokens."""
-        self._waiting: dict[str, _Prompt] = {}
+        self.waiting: dict[str, _Prompt] = {}
         """Requests that have device blocks and have not run yet: they wait for a load, or for this step's end."""
 
     def admitted(self, state: RequestState) -> None:
         """A request got its device blocks, for a load or to run. Call this before its lookup ends."""
         request = state.request
-        known = self._waiting.get(request.request_id)
+        known = self.waiting.get(request.request_id)
         if state.is_counted or (known is not None and known.load is not None):
             return
-        self._waiting[request.request_id] = _Prompt(state, self._reason(state))
+        if state.lookup_failed:
+            reason = "timed_out" if state.question.timed_out else "load_failed"
+        else:
+            rest = self._session.rest(request.request_id)
+            # The whole lookup may have been a hit of which vLLM takes only a part.
+            reason = NOT_TAKEN if rest is None or rest[0] == "complete" else rest[0]
+        self.waiting[request.request_id] = _Prompt(state, reason)
 
     def loaded(self, request_id: str, plan: LoadPlan) -> None:
         """The load of a request has ended well."""
-        if (prompt := self._waiting.get(request_id)) is not None:
+        if (prompt := self.waiting.get(request_id)) is not None:
             prompt.load = plan
 
     def gone(self, request_id: str) -> None:
         """A request has ended."""
-        self._waiting.pop(request_id, None)
+        self.waiting.pop(request_id, None)
 
     def scheduled(self, tokens: Mapping[str, int]) -> None:
         """A step was scheduled. ``tokens``: the number of tokens that the step computes, by request."""
-        for request_id in self._waiting.keys() & tokens.keys() if self._waiting else ():
-            self._count(self._waiting.pop(request_id))
-
-    def _reason(self, state: RequestState) -> str:
-        if state.lookup_failed:
-            return "timed_out" if state.question.timed_out else "load_failed"
-        rest = self._session.rest(state.request.request_id)
-        # The whole lookup may have been a hit of which vLLM takes only a part.
-        return NOT_TAKEN if rest is None or rest[0] == "complete" else rest[0]
+        for request_id in self.waiting.keys() & tokens.keys():
+            self._count(self.waiting.pop(request_id))
 
     def _count(self, prompt: _Prompt) -> None:
-        state, count = prompt.state, self._counts.add
+        state = prompt.state
         state.is_counted = True
         tokens = state.request.num_prompt_tokens
         cached = min(state.request.num_computed_tokens, tokens)
@@ -82,14 +81,20 @@ class PromptTokens:
         # vLLM may compute the last token of a load again.
         loaded = cached - device if prompt.load else 0
         disk = min(prompt.load.disk_tokens, loaded) if prompt.load else 0
-        count("asked_tokens", tokens)
-        count("device_tokens", device)
-        count("hit_tokens_host", loaded - disk)
-        count("hit_tokens_disk", disk)
-        count(f"missed_tokens_{OTHER_CONNECTOR}", cached - device - loaded)
-        last = min(tokens - 1, self._groups.align(tokens if self._groups.hits_whole_prompts else tokens - 1))
-        found = max(cached, min(state.question.limit, last))
-        count(f"missed_tokens_{prompt.reason}", found - cached)
-        last = max(found, last)
-        count(f"missed_tokens_{NOT_LOOKED_UP}", last - found)
-        count(f"missed_tokens_{PROMPT_END}", tokens - last)
+        most = tokens if self._groups.hits_whole_prompts else tokens - 1
+        end = min(tokens - 1, most - most % self._groups.alignment)
+        found = max(cached, min(state.question.limit, end))
+        end = max(found, end)
+        # In one call, since this is in the way of a step.
+        self._counts.add_all(
+            (
+                ("asked_tokens", tokens),
+                ("device_tokens", device),
+                ("hit_tokens_host", loaded - disk),
+                ("hit_tokens_disk", disk),
+                (f"missed_tokens_{OTHER_CONNECTOR}", cached - device - loaded),
+                (f"missed_tokens_{prompt.reason}", found - cached),
+                (f"missed_tokens_{NOT_LOOKED_UP}", end - found),
+                (f"missed_tokens_{PROMPT_END}", tokens - end),
+            )
+        )

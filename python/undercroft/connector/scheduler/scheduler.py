@@ -201,7 +201,9 @@ class SchedulerConnector:
         metadata.arena_session = arena.session
         try:
             self.steps.scheduled(scheduler_output.num_scheduled_tokens)
-            self.lookups.prompt_tokens.scheduled(scheduler_output.num_scheduled_tokens)
+            # In most steps no prompt begins.
+            if (prompts := self.lookups.prompt_tokens).waiting:
+                prompts.scheduled(scheduler_output.num_scheduled_tokens)
             self.due_saves.collect(scheduler_output, metadata)
             runs = bool(scheduler_output.num_scheduled_tokens)
             if runs:
