@@ -141,6 +141,8 @@ class Place:
         return {
             "serve": [["--disk-path", str(self.store)], ["--host-memory", HOSTILE], ["--socket", str(self.prompts)]],
             "status": [[], here, away, gone],
+            "top": [["--once"], ["--once", f"unix://{self.none}"], ["--once", self.url], ["--interval", HOSTILE]],
+            "demo": [["--directory", str(self.prompts)], ["--model", HOSTILE, "--disk-capacity", HOSTILE]],
             "explain": [[], here, away, gone, ["--request", "cmpl"], ["--request", "other"], ["--request", HOSTILE]],
             "doctor": [here, ["--disk-path", str(self.prompts)], ["--remote", f"file://{self.prompts}"]],
             "check-config": [

@@ -25,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         description="Starts vLLM with undercroft and a small model with random weights, which needs no download. Sends "
         "the same prompts cold, then from host memory, and from disk after a restart, and prints a table. Takes some "
         "minutes and about 2 GiB of disk. Exit code 1 if generated tokens differ, or if a tier gave nothing.",
-        epilog="example: undercroft demo --model Qwen/Qwen3-8B -- --max-model-len 8192",
+        epilog="example: undercroft demo --model Qwen/Qwen3-8B --host-memory 64GiB",
     )
     parser.add_argument("--model", help="directory or name of a model (default: a small one with random weights)")
     parser.add_argument("--host-memory", default="2GiB", metavar="SIZE", help="host tier (%(default)s)")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from undercroft.cli.output import print_table, say, show_progress
+from undercroft.config import UndercroftConfig
 from undercroft.demo.server import Answer, Server, ServerError
 
 NAME = "demo"
@@ -44,13 +45,15 @@ class Demo:
 
     def __init__(self, place: Path, model: str | None, sizes: dict[str, str], vllm_arguments: Sequence[str]) -> None:
         """``place``: a directory of the demonstration's own, where model, cache and logs lie. ``model``: another one
-        than the small one. ``sizes``: options of the tiers."""
+        than the small one. ``sizes``: options of the tiers. Raises ConfigError for wrong ones."""
         self.place = place
         cache = place / "cache"
         # A cold request must find nothing.
         shutil.rmtree(cache, ignore_errors=True)
         cache.mkdir(parents=True)
         config = {"disk_path": str(cache), **sizes}
+        # vLLM would tell of a mistake only after its start of half a minute.
+        UndercroftConfig.parse(config)
         transfer = {"kv_connector": "UndercroftConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
         self.arguments = ["--kv-transfer-config", json.dumps(transfer), "--served-model-name", NAME]
         self.arguments += ["--enable-prompt-tokens-details", *self._model(model), *vllm_arguments]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from undercroft.cli.output import CommandError
+from undercroft.cli.output import CommandError, say
 
 START_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 60
@@ -93,7 +93,7 @@ class Server:
             try:
                 self.process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                print(f"the server did not stop within {STOP_TIMEOUT_S} s and is killed", file=sys.stderr)
+                say(f"the server did not stop within {STOP_TIMEOUT_S} s and is killed", file=sys.stderr)
         # Engine and workers are in the session of the server; normally they have gone before it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
