@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -380,34 +379,6 @@ def test_a_job_that_the_thread_refuses_never_runs(to_arena: bool) -> None:
         assert whole[8192] == 3
     else:
         assert cache.pages[0][:4, 0].tolist() == [0, 1, 2, 77], "it has written into blocks"
-
-
-def test_lanes_without_a_thread_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[threading.Thread] = []
-    plain = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        if len(started) == 2:
-            raise RuntimeError("can't start new thread")
-        plain(thread)
-        started.append(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        Lanes.make(ManualStreams(0))
-    for thread in started:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert len(started) == 2, "threads start with the lanes, not with the first job"
-
-
-def test_lanes_whose_thread_cannot_select_the_device_are_not_made() -> None:
-    class Unselectable(ManualStreams):
-        def select(self) -> None:
-            raise RuntimeError("CUDA error: out of memory")
-
-    with pytest.raises(RuntimeError):
-        Lanes.make(Unselectable(0))
 
 
 class MissingEvent(ManualStreams):

@@ -1,12 +1,14 @@
-"""Threads of lanes that end: each job ends as failed all the same, after its copies."""
+"""Threads of lanes that do not start, and that end: each job ends as failed all the same, after its copies."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 
 from manual_streams import Event, ManualStreams, Queue
 from undercroft._core import Arena
@@ -86,3 +88,31 @@ def test_a_lane_whose_thread_has_ended_still_waits_for_the_copies_that_it_queued
     executor.shutdown()
     one.drain()
     assert len(streams.waited) == 6, "both streams of the three lanes"
+
+
+def test_lanes_without_a_thread_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    plain = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        plain(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Lanes.make(ManualStreams(0))
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(started) == 2, "threads start with the lanes, not with the first job"
+
+
+def test_lanes_whose_thread_cannot_select_the_device_are_not_made() -> None:
+    class Unselectable(ManualStreams):
+        def select(self) -> None:
+            raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(RuntimeError):
+        Lanes.make(Unselectable(0))
