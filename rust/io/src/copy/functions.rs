@@ -155,7 +155,7 @@ fn at(place: Option<usize>) -> String {
     place.map_or_else(String::new, |place| format!(" at copy {place}"))
 }
 
-/// What the answer `code` of a driver's function says.
+/// The result of a call of the driver's `function`, which has answered `code`.
 pub(super) fn called(function: &'static str, code: u32) -> Result<(), Refused> {
     match code {
         0 => Ok(()),
