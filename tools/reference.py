@@ -65,7 +65,8 @@ def _metrics() -> str:
     return f"""# Metrics
 
 {GENERATED}These metrics are on vLLM's own `/metrics` page, with its labels `model_name` and `engine` before the labels
-named here. vLLM's own `vllm:prompt_tokens_cached_by_source_total` splits hits by tier (`device`, `host`, `disk`).
+named here. vLLM's own `vllm:prompt_tokens_cached_by_source_total` splits hits by tier (`device`, `host`, `disk`;
+the remote store is its `external_unspecified`).
 All series exist from the start, so that an alert sees the first error. Those of a directory exist as soon as the engine
 has told of it.
 

@@ -135,6 +135,10 @@ class Load:
     def disk_tokens(self) -> int:
         """Tokens that were read from disk."""
 
+    @property
+    def remote_tokens(self) -> int:
+        """Tokens that were read from the remote store."""
+
 @final
 class SaveGrant:
     """The grant of slots for a save, which may be pending."""

@@ -34,7 +34,7 @@ def _one(name: str, kind: str, help_text: str, key: str | None = None) -> Metric
 
 
 _TIERS = ("host", "disk")
-_PLANNED = (*_TIERS, "remote")
+_SOURCES = (*_TIERS, "remote")
 CLIENT_FIELDS_NOT_USED: dict[str, tuple[str, ...]] = {
     **{name: (name, "over_limit") for name in ("lookup", "lookup_timeout_ms", "promotion_wait")},
     **{name: (name, "not_allowed") for name in ("cache_hit_threshold", "explain", "kv_hints")},
@@ -64,8 +64,8 @@ METRICS: tuple[Metric, ...] = (
     _one("device_tokens", "counter", "Tokens of asked_tokens that the device had."),
     Metric(
         "hit_tokens", "counter",
-        "Tokens of asked_tokens that were loaded, by the tier that held them. Tier host includes those of the remote "
-        "store.", ("tier",), {f"hit_tokens_{tier}": (tier,) for tier in _TIERS},
+        "Tokens of asked_tokens that were loaded, by the tier that held them.", ("tier",),
+        {f"hit_tokens_{tier}": (tier,) for tier in _SOURCES},
     ),
     Metric("missed_tokens", "counter", "The other tokens of asked_tokens, by the reason.", ("reason",),
            {f"missed_tokens_{reason}": (reason,) for reason in MISSED}),
@@ -164,13 +164,13 @@ METRICS: tuple[Metric, ...] = (
            {f"tokens_not_loaded_{why}": (why,)
             for why in ("disk", "small", "other_way", "rest", "guarantee", "remote")}),
     Metric("plan_predicted_time_seconds", "counter", "Predicted times of loads that have ended, by tier.", ("tier",),
-           {f"plan_predicted_{tier}_seconds": (tier,) for tier in _PLANNED}),
+           {f"plan_predicted_{tier}_seconds": (tier,) for tier in _SOURCES}),
     Metric("plan_actual_time_seconds", "counter", "Actual times of the same loads.", ("tier",),
-           {f"plan_actual_{tier}_seconds": (tier,) for tier in _PLANNED}),
+           {f"plan_actual_{tier}_seconds": (tier,) for tier in _SOURCES}),
     Metric("plan_error_time_seconds", "counter",
            "Sum of the differences of predicted and actual times, without signs. Divide by the actual times.",
            ("tier",),
-           {f"plan_error_{tier}_seconds": (tier,) for tier in _PLANNED}),
+           {f"plan_error_{tier}_seconds": (tier,) for tier in _SOURCES}),
     _one("saved_time_seconds", "counter", "Time saved by loads: predicted time of computing less time of loading.",
          "plan_saved_seconds"),
     Metric("learned_bytes_per_second", "gauge", "Learned rate of reads from a tier, and of loads from host memory.",

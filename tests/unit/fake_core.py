@@ -63,7 +63,7 @@ class FakeSession:
         self.namespace = "ab" * 32
         self.host: dict[tuple[int, bytes], int] = {}  # (group, last hash of the block) -> arena offset
         self.disk: set[tuple[int, bytes]] = set()
-        self.promoted: set[tuple[int, bytes]] = set()
+        self.promoted: dict[tuple[int, bytes], str] = {}  # payload -> where it was read from
         self.reserved: dict[tuple[int, bytes], int] = {}  # payload -> save job
         self.lookups: dict[str, list[bytes]] = {}
         self.failed: set[str] = set()
@@ -89,9 +89,9 @@ class FakeSession:
     delivers = False
     """Whether the disk delivers while a caller waits."""
 
-    def promote(self):
-        """The disk has delivered."""
-        self.promoted |= self.disk
+    def promote(self, source="disk"):
+        """The disk has delivered, or the remote store."""
+        self.promoted |= dict.fromkeys(self.disk, source)
         self.disk.clear()
 
     # Interface
@@ -166,14 +166,15 @@ class FakeSession:
         transfer = next(self.jobs)
         self.loads[transfer] = request_id
         first, last = num_computed_tokens // self.hash_block_size, num_computed_tokens + num_external_tokens
-        promoted = sum((0, hashes[index]) in self.promoted for index in range(first, last // self.hash_block_size))
-        disk = promoted * self.hash_block_size
+        read = [self.promoted.get((0, hashes[index])) for index in range(first, last // self.hash_block_size)]
+        disk, remote = (read.count(source) * self.hash_block_size for source in ("disk", "remote"))
         return SimpleNamespace(
             transfer_id=transfer,
             session=0,
             extents=plan,
-            host_tokens=num_external_tokens - disk,
+            host_tokens=num_external_tokens - disk - remote,
             disk_tokens=disk,
+            remote_tokens=remote,
         )
 
     def begin_save(self, request_id, hashes, num_tokens, offers=()):

@@ -9,7 +9,13 @@ from scheduler_world import World, tokens
 from undercroft.connector.observe.stats import SCHEDULER_KEYS
 from undercroft.reasons import MISSED
 
-PARTS = ("device_tokens", "hit_tokens_host", "hit_tokens_disk", *(f"missed_tokens_{reason}" for reason in MISSED))
+PARTS = (
+    "device_tokens",
+    "hit_tokens_host",
+    "hit_tokens_disk",
+    "hit_tokens_remote",
+    *(f"missed_tokens_{reason}" for reason in MISSED),
+)
 PREFIX = tokens(4 * BLOCK)
 
 
@@ -68,14 +74,15 @@ def test_a_prefix_in_the_tiers_and_a_new_end():
     }
 
 
-def test_tokens_read_from_disk():
+@pytest.mark.parametrize("source", ["disk", "remote"])
+def test_tokens_read_from_disk_or_the_remote_store(source):
     world = saved()
     world.session.lower()
     request = Request("b", [*PREFIX, 1])
     assert world.connector.get_num_new_matched_tokens(request, 0) == (None, False)
-    world.session.promote()
+    world.session.promote(source)
     run(world, request)
-    assert counted(world) == {"hit_tokens_disk": 4 * BLOCK, "missed_tokens_prompt_end": 1}
+    assert counted(world) == {f"hit_tokens_{source}": 4 * BLOCK, "missed_tokens_prompt_end": 1}
 
 
 @pytest.mark.parametrize("ends", [4 * BLOCK, 4 * BLOCK + 1])

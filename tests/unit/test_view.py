@@ -32,10 +32,13 @@ def metrics(engine: str, factor: int = 1, model: str = "m") -> str:
         f'{U}transfer_bytes_total{{{labels},tier="host",direction="load"}} {factor * 2**20}',
         f"{U}hook_errors_total{{{labels}}} {factor - 1}",
         f'{U}disk_info{{{labels},disk="0",path="/mnt/a"}} 1',
-        f"vllm:prompt_tokens_total{{{labels}}} {1000 * factor}",
+        f"{U}asked_tokens_total{{{labels}}} {1000 * factor}",
+        f"{U}device_tokens_total{{{labels}}} {500 * factor}",
+        f'{U}missed_tokens_total{{{labels},reason="other_connector"}} {20 * factor}',
+        f'{U}missed_tokens_total{{{labels},reason="never_seen"}} {150 * factor}',
         *(
-            f'vllm:prompt_tokens_cached_by_source_total{{{labels},source="{source}"}} {tokens * factor}'
-            for source, tokens in {"device": 500, "host": 200, "disk": 100, "p2p": 0}.items()
+            f'{U}hit_tokens_total{{{labels},tier="{tier}"}} {tokens * factor}'
+            for tier, tokens in {"host": 200, "disk": 100, "remote": 30}.items()
         ),
     ]
     for name, more in ((f"{U}disk_operation_seconds", ',disk="0",direction="load"'), (f"{U}wait_seconds", "")):
@@ -55,7 +58,9 @@ def test_a_page_tells_of_each_engine_what_a_status_tells() -> None:
     assert first.stats["host_used_bytes"] == 1 << 30
     assert (first.stats["lookups_disk"], second.stats["lookups_disk"]) == (10, 20)
     assert first.stats["load_bytes"] == 1 << 20
-    assert dict(first.tokens) == {"device": 500, "host": 200, "disk": 100, "p2p": 0, "computed": 200}
+    assert dict(first.tokens) == {
+        "device": 500, "host": 200, "disk": 100, "remote": 30, "other": 20, "computed": 150,
+    }  # fmt: skip
     (disk,) = first.disks
     assert (disk.path, disk.load.within(0.9), disk.load.within(0.99), disk.save.within(0.5)) == (
         "/mnt/a",
@@ -102,8 +107,9 @@ def test_rates_and_shares_are_those_since_the_earlier_reading() -> None:
         "device": "50 %",
         "host": "20 %",
         "disk": "10 %",
-        "other": "0 %",
-        "computed": "20 %",
+        "remote": "3 %",
+        "other": "2 %",
+        "computed": "15 %",
     }
     (waits,) = rows(shown, "Waits")
     assert (waits["lookups/s"], waits["waited p50"], waits["waited p99"]) == ("8.0", "<= 1 ms", "<= 10 ms")

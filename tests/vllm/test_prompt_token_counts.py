@@ -49,6 +49,7 @@ class Counted:
             ("device_tokens", "", "device"),
             ("hit_tokens", "host", "host"),
             ("hit_tokens", "disk", "disk"),
+            ("hit_tokens", "remote", "external_unspecified"),
         ):
             assert found.get((name, label)) == found.get((BY_SOURCE, source)), name
         assert ("hook_errors", "") not in found

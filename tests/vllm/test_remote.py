@@ -22,6 +22,7 @@ PROMPT = prompt(1025, seed=41)
 """Eight blocks and one token: whole segments."""
 ABSENT = prompt(1025, seed=42)
 PATIENCE_S = 60.0
+HIT_TOKENS, BY_SOURCE = "vllm:undercroft_hit_tokens", "vllm:prompt_tokens_cached_by_source"
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,10 @@ def test_an_engine_hits_what_another_host_has_computed(
     settled(second)
     stats = core(second).stats()
     assert (stats["remote_gets"], stats["remote_hit_tokens"]) == (puts, 1024)
+    by_tier = {one.labels["tier"]: one.value for one in second.llm.get_metrics() if one.name == HIT_TOKENS}
+    assert by_tier == {"host": 0, "disk": 0, "remote": 1024}
+    by_source = {one.labels["source"]: one.value for one in second.llm.get_metrics() if one.name == BY_SOURCE}
+    assert (by_source["host"], by_source["disk"], by_source["external_unspecified"]) == (0, 0, 1024)
     cold = second.generate(ABSENT, TOKENS)
     assert (cold.cached, cold.tokens) == (0, reference(ABSENT))
 

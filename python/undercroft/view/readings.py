@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from undercroft.metrics import DISK_INFO, DISK_OPERATIONS, METRICS, PREFIX, SERVER_METRICS
+from undercroft.reasons import OTHER_CONNECTOR
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
@@ -20,8 +21,7 @@ _TIMES = {f"{PREFIX}lookup_seconds_bucket": "lookup", f"{PREFIX}wait_seconds_buc
     "vllm:time_to_first_token_seconds_bucket": "first token"
 }
 """Histograms of a page -> their names in `Reading.times`."""
-_PROMPT_TOKENS, _CACHED_TOKENS = "vllm:prompt_tokens_total", "vllm:prompt_tokens_cached_by_source_total"
-COMPUTED = "computed"
+COMPUTED, OTHER = "computed", "other"
 _KEYS = {
     (PREFIX + metric.name + ("_total" if metric.kind == "counter" else ""), *labels): (key, metric.labels)
     for metric in (*METRICS, *SERVER_METRICS)
@@ -84,7 +84,8 @@ class Reading:
     """``url``, ``health`` and ``fault`` of the remote store, if the status told them."""
     times: Mapping[str, Times] = field(default_factory=dict)
     tokens: Mapping[str, float] = field(default_factory=dict)
-    """Prompt tokens by their source; those that vLLM computed are `COMPUTED`. Only vLLM's page has them."""
+    """Prompt tokens by their source: the device, a tier, `OTHER` connectors, or `COMPUTED`.
+    Only vLLM's page has them."""
 
 
 def from_status(status: Mapping[str, Any], at: float) -> Reading:
@@ -128,7 +129,6 @@ def _of_samples(name: str, at: float, samples: Iterable[Sample]) -> Reading:
     version = ""
     buckets: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     paths: dict[str, str] = {}
-    prompt, cached = 0.0, dict[str, float]()
     for sample in samples:
         labels, value = sample.labels, sample.value
         if found := _KEYS.get((sample.name, *(labels.get(one, "") for one in _LABELS.get(sample.name, ())))):
@@ -141,18 +141,21 @@ def _of_samples(name: str, at: float, samples: Iterable[Sample]) -> Reading:
             buckets["disk", labels["disk"], labels["direction"]].append((float(labels["le"]), value))
         elif sample.name in _TIMES:
             buckets[(_TIMES[sample.name],)].append((float(labels["le"]), value))
-        elif sample.name == _PROMPT_TOKENS:
-            prompt = value
-        elif sample.name == _CACHED_TOKENS:
-            cached[labels["source"]] = value
     times = {key: _of_buckets(found) for key, found in buckets.items()}
     disks = tuple(
         Disk(path, times.get(("disk", place, "load"), Times()), times.get(("disk", place, "save"), Times()))
         for place, path in sorted(paths.items())
     )
-    tokens = cached | {COMPUTED: max(0.0, prompt - sum(cached.values()))} if cached else {}
     waits = {key[0]: found for key, found in times.items() if len(key) == 1}
-    return Reading(name, at, version, None, stats, disks, None, waits, tokens)
+    return Reading(name, at, version, None, stats, disks, None, waits, _tokens(stats))
+
+
+def _tokens(stats: Mapping[str, float]) -> dict[str, float]:
+    if not stats.get("asked_tokens"):
+        return {}
+    tokens = {tier: stats.get(f"hit_tokens_{tier}", 0.0) for tier in ("host", "disk", "remote")}
+    tokens |= {"device": stats.get("device_tokens", 0.0), OTHER: stats.get(f"missed_tokens_{OTHER_CONNECTOR}", 0.0)}
+    return tokens | {COMPUTED: max(0.0, stats["asked_tokens"] - sum(tokens.values()))}
 
 
 def _of_buckets(buckets: list[tuple[float, float]]) -> Times:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from undercroft.cli.output import age_text
 from undercroft.metrics import ORDERS
 from undercroft.units import format_size
-from undercroft.view.readings import COMPUTED, Disk, Reading, Times
+from undercroft.view.readings import COMPUTED, OTHER, Disk, Reading, Times
 
 TROUBLES = (
     "checksum_failures",
@@ -21,7 +21,7 @@ TROUBLES = (
     "hook_errors",
 )
 """Counters that an operator should see if they are not 0."""
-_SOURCES = ("device", "host", "disk")
+_SOURCES = ("device", "host", "disk", "remote", OTHER, COMPUTED)
 
 
 class Alarm(str):
@@ -64,9 +64,7 @@ def tables(engines: Sequence[Engine]) -> list[Table]:
         Table(
             "Trouble", ("engine", "what"), [(one.name, Alarm(what)) for one, now in answered for what in _troubles(now)]
         ),
-        Table(
-            "Prompt tokens by source", ("engine", "tokens/s", *_SOURCES, "other", COMPUTED), _rows(_tokens, answered)
-        ),
+        Table("Prompt tokens by source", ("engine", "tokens/s", *_SOURCES), _rows(_tokens, answered)),
         Table(
             "Waits",
             ("engine", "lookups/s", "now", "to read", "waited p50", "waited p99", "TTFT p50", "TTFT p99"),
@@ -134,9 +132,7 @@ def _tokens(one: Engine, now: Reading) -> tuple[str, ...] | None:
         rate = f"{sum(new.values()) / (now.at - one.before.at):.0f}"
         grown = new if any(new.values()) else grown
     whole = sum(grown.values())
-    named = [grown.pop(source, 0) for source in (*_SOURCES, COMPUTED)]
-    shares = [f"{100 * part / whole:.0f} %" if whole else "-" for part in (*named[:-1], sum(grown.values()), named[-1])]
-    return one.name, rate, *shares
+    return one.name, rate, *(f"{100 * grown[source] / whole:.0f} %" if whole else "-" for source in _SOURCES)
 
 
 def _waits(one: Engine, now: Reading) -> tuple[str, ...]:

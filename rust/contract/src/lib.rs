@@ -20,5 +20,6 @@ pub mod prefetch;
 pub mod remote;
 pub mod session;
 pub mod size;
+mod sources;
 pub mod tier;
 mod tokens;

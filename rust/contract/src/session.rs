@@ -13,6 +13,7 @@ use crate::explain::Rest;
 use crate::hint::{HintAnswer, HintRequest};
 use crate::key::{BlockHash, HashSource};
 use crate::namespace::NamespaceSpec;
+pub use crate::sources::{Brought, Sources};
 use crate::tier::Tier;
 pub use crate::tokens::Tokens;
 
@@ -273,32 +274,6 @@ pub struct Hit {
     /// Tokens of the prompt whose chain is in the index, usable or not. Above `tokens` where a window or
     /// a state is missing: other prompts share that prefix, and a hit could end there.
     pub shared: Tokens,
-}
-
-/// The tokens of a load by the tier that they came from.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sources {
-    /// Host memory.
-    pub host: Tokens,
-    /// Disk.
-    pub disk: Tokens,
-}
-
-impl Sources {
-    /// The sources of `external` tokens after `computed`, when promotions brought the tokens
-    /// `from_disk` (exclusive, inclusive).
-    pub fn of(computed: Tokens, external: Tokens, from_disk: Option<(Tokens, Tokens)>) -> Self {
-        let end = computed.0.saturating_add(external.0);
-        let disk = from_disk.map_or(0, |(after, to)| {
-            // A server's frame may say anything.
-            let to = to.0.clamp(computed.0, end);
-            to.saturating_sub(after.0.clamp(computed.0, end))
-        });
-        Self {
-            host: Tokens(external.0 - disk),
-            disk: Tokens(disk),
-        }
-    }
 }
 
 /// Names a load or a save of one session.

@@ -2,7 +2,7 @@
 
 use undercroft_contract::explain::{Reason, Rest};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::session::{LookupRequest, Tokens};
+use undercroft_contract::session::{LookupRequest, Sources, Tokens};
 
 use crate::forest::NsId;
 
@@ -177,14 +177,10 @@ impl LookupRecord {
         self.computed = noted.computed.0;
         self.found = noted.found.0;
         self.hit = noted.hit.0;
-        let of_hit = |brought: Option<(u32, u32)>| {
-            brought.map_or(0, |(after, to)| {
-                let to = (to * question.size).min(noted.hit.0);
-                to.saturating_sub((after * question.size).max(noted.computed.0))
-            })
-        };
-        self.from_disk = of_hit(share.from_disk);
-        self.from_remote = of_hit(share.from_remote);
+        let gain = Tokens(noted.hit.0.saturating_sub(noted.computed.0));
+        let sources = Sources::of(noted.computed, gain, share.brought(question.size));
+        self.from_disk = sources.disk.0;
+        self.from_remote = sources.remote.0;
         self.rest = rest;
         self.missing = question.missing.map_or(0, |hash| hash.fingerprint());
     }

@@ -11,7 +11,8 @@ use undercroft_contract::hint::{Hint, HintAnswer};
 use undercroft_contract::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 use undercroft_contract::namespace::NamespaceSpec;
 use undercroft_contract::session::{
-    BlockEvent, Extent, GiveUp, Offer, Priority, PromotionWait, SaveEnd, SessionToken, Step, Tokens,
+    BlockEvent, Brought, Extent, GiveUp, Offer, Priority, PromotionWait, SaveEnd, SessionToken,
+    Step, Tokens,
 };
 
 use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
@@ -387,8 +388,8 @@ pub struct LeasedHit {
     pub tokens: Tokens,
     /// See [`Hit::shared`](undercroft_contract::session::Hit::shared).
     pub shared: Tokens,
-    /// Tokens (exclusive, inclusive) that promotions brought from disk for this request.
-    pub from_disk: Option<(Tokens, Tokens)>,
+    /// What was brought for this request.
+    pub brought: Brought,
     /// The places of the payloads after the question's computed tokens.
     #[serde(with = "extents")]
     pub extents: Vec<Extent>,

@@ -13,8 +13,8 @@ use undercroft_contract::hint::{Hint, HintAnswer};
 use undercroft_contract::key::BlockHash;
 use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_contract::session::{
-    ArenaOffset, BlockEvent, EventTier, Extent, GiveUp, Offer, Priority, PromotionWait, SaveEnd,
-    SaveRefusal, SessionToken, Step, Tokens,
+    ArenaOffset, BlockEvent, Brought, EventTier, Extent, GiveUp, Offer, Priority, PromotionWait,
+    SaveEnd, SaveRefusal, SessionToken, Step, Tokens,
 };
 use undercroft_ipc::OperatorRequest;
 use undercroft_ipc::frame::{self, FrameKind};
@@ -159,7 +159,10 @@ fn samples() -> Vec<(String, Vec<u8>)> {
     let hit = LeasedHit {
         tokens: Tokens(96),
         shared: Tokens(128),
-        from_disk: Some((Tokens(16), Tokens(96))),
+        brought: Brought {
+            disk: Some((Tokens(16), Tokens(96))),
+            remote: None,
+        },
         extents: vec![extent.clone()],
     };
     let answer = |answer| ServerMessage::Answer {

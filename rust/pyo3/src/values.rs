@@ -112,6 +112,7 @@ pub(crate) struct PyLoad {
     extents: Py<PyList>,
     host_tokens: u32,
     disk_tokens: u32,
+    remote_tokens: u32,
 }
 
 impl PyLoad {
@@ -122,6 +123,7 @@ impl PyLoad {
             extents: extents(py, &load.extents)?,
             host_tokens: load.sources.host.0,
             disk_tokens: load.sources.disk.0,
+            remote_tokens: load.sources.remote.0,
         })
     }
 }

@@ -25,10 +25,8 @@ class LoadPlan:
     job: TransferJob
     transfers: tuple[int, ...]
     """The engine's loads that this load consists of: whole blocks, a tail, or both."""
-    host_tokens: int
-    """Tokens that were found in host memory."""
-    disk_tokens: int
-    """Tokens that were read from disk."""
+    tokens: dict[str, int]
+    """The tokens by the tier that had them: "host", "disk" or "remote"."""
 
 
 def plan_load(
@@ -72,13 +70,16 @@ def plan_load(
     if copies is None:
         return None
     # For the engine a tail is one whole block. The hit uses only the block's tokens up to the tail's end.
-    host, disk = begun[0].host_tokens, begun[0].disk_tokens
+    tokens = _by_tier(begun[0]) if whole > num_computed_tokens else {}
     if tail := end - max(whole, num_computed_tokens):
-        if whole <= num_computed_tokens:
-            host = disk = 0
-        host, disk = (host, disk + tail) if begun[-1].disk_tokens else (host + tail, disk)
+        tier = next(tier for tier, of_tier in _by_tier(begun[-1]).items() if of_tier)
+        tokens[tier] = tokens.get(tier, 0) + tail
     transfers = tuple(load.transfer_id for load in begun)
-    return LoadPlan(TransferJob(transfers[0], request_id, begun[0].session, copies), transfers, host, disk)
+    return LoadPlan(TransferJob(transfers[0], request_id, begun[0].session, copies), transfers, tokens)
+
+
+def _by_tier(load: Load) -> dict[str, int]:
+    return {"remote": load.remote_tokens, "disk": load.disk_tokens, "host": load.host_tokens}
 
 
 def _pair(

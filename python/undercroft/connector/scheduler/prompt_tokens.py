@@ -80,7 +80,9 @@ class PromptTokens:
         device = cached if is_all_local else min(cached, state.num_computed_tokens)
         # vLLM may compute the last token of a load again.
         loaded = cached - device if prompt.load else 0
-        disk = min(prompt.load.disk_tokens, loaded) if prompt.load else 0
+        tokens_by_tier = prompt.load.tokens if prompt.load else {}
+        remote = min(tokens_by_tier.get("remote", 0), loaded)
+        disk = min(tokens_by_tier.get("disk", 0), loaded - remote)
         most = tokens if self._groups.hits_whole_prompts else tokens - 1
         end = min(tokens - 1, most - most % self._groups.alignment)
         found = max(cached, min(state.question.limit, end))
@@ -90,8 +92,9 @@ class PromptTokens:
             (
                 ("asked_tokens", tokens),
                 ("device_tokens", device),
-                ("hit_tokens_host", loaded - disk),
+                ("hit_tokens_host", loaded - disk - remote),
                 ("hit_tokens_disk", disk),
+                ("hit_tokens_remote", remote),
                 (f"missed_tokens_{OTHER_CONNECTOR}", cached - device - loaded),
                 (f"missed_tokens_{prompt.reason}", found - cached),
                 (f"missed_tokens_{NOT_LOOKED_UP}", end - found),

@@ -186,8 +186,11 @@ class SchedulerConnector:
         plan = self._loading.plan(request.request_id)
         if plan is None:
             return {}
-        sources = {compat.CacheHitSource.HOST: plan.host_tokens, compat.CacheHitSource.DISK: plan.disk_tokens}
-        return {source: tokens for source, tokens in sources.items() if tokens}
+        # vLLM has no name for a remote store.
+        names = {"remote": compat.CacheHitSource.EXTERNAL_UNSPECIFIED}
+        return {
+            names.get(tier) or compat.CacheHitSource(tier): tokens for tier, tokens in plan.tokens.items() if tokens
+        }
 
     # Steps
 

@@ -1,7 +1,7 @@
 //! Each request's share in the fetches.
 
 use slotmap::SecondaryMap;
-use undercroft_contract::session::{Priority, PromotionWait};
+use undercroft_contract::session::{Brought, Priority, PromotionWait, Tokens};
 
 use crate::forest::{NONE, NodeId};
 
@@ -114,6 +114,20 @@ impl Share {
             from_remote: None,
             is_left: false,
             plans: Plans::default(),
+        }
+    }
+
+    /// What was brought for the request, in tokens.
+    pub(crate) fn brought(&self, hash_block_size: u32) -> Brought {
+        let tokens = |(after, to): (u32, u32)| {
+            (
+                Tokens(after * hash_block_size),
+                Tokens(to * hash_block_size),
+            )
+        };
+        Brought {
+            disk: self.from_disk.map(tokens),
+            remote: self.from_remote.map(tokens),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use slotmap::KeyData;
 use undercroft_contract::session::{
-    Extent, GiveUp, Load, SessionToken, Sources, Tokens, TransferEnd, TransferId,
+    Brought, Extent, GiveUp, Load, SessionToken, Sources, Tokens, TransferEnd, TransferId,
 };
 
 use crate::forest::{NONE, NodeId};
@@ -45,14 +45,15 @@ impl Engine {
         self.residency.extents(&payloads)
     }
 
-    /// The tokens (exclusive, inclusive) between which a request's promotions brought payloads from disk.
-    pub fn from_disk(&self, session: SessionId, request: &str) -> Option<(Tokens, Tokens)> {
-        let ns = self.sessions.get(session)?.ns;
-        let id = self.sessions.request_id(session, request)?;
-        let (after, to) = self.shares[id].from_disk?;
-        let hash_block_size = self.residency.hash_block_size(ns);
-        let tokens = |depth: u32| Tokens(depth * hash_block_size);
-        Some((tokens(after), tokens(to)))
+    /// The part of a request's prompt that was brought into host memory for it; nothing for an unknown request.
+    pub fn brought(&self, session: SessionId, request: &str) -> Brought {
+        let Some(ns) = self.sessions.get(session).map(|session| session.ns) else {
+            return Brought::default();
+        };
+        let id = self.sessions.request_id(session, request);
+        id.map_or_else(Brought::default, |id| {
+            self.shares[id].brought(self.residency.hash_block_size(ns))
+        })
     }
 
     fn try_begin_load(
@@ -62,7 +63,7 @@ impl Engine {
         computed: Tokens,
         external: Tokens,
     ) -> Option<Load> {
-        let sources = Sources::of(computed, external, self.from_disk(session, request));
+        let sources = Sources::of(computed, external, self.brought(session, request));
         let id = self.sessions.request_id(session, request)?;
         let (target, payloads) = self.load_of(id, computed, external)?;
         let extents = self.residency.extents(&payloads);

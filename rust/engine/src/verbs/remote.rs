@@ -1,7 +1,7 @@
 //! The remote store behind lookups and saves: which flights requests join, and how long they wait for them.
 
 use undercroft_contract::remote::{RemoteCompletion, RemoteRequest};
-use undercroft_contract::session::{LookupRequest, Priority, Tokens};
+use undercroft_contract::session::{LookupRequest, Priority, Sources, Tokens};
 
 use crate::forest::{NodeId, NsId};
 use crate::work;
@@ -282,12 +282,9 @@ impl Engine {
         hash_block_size: u32,
         (computed, external): (Tokens, Tokens),
     ) {
-        let brought = self.shares[id].from_remote;
-        if let Some((after, to)) = brought {
-            let from = computed.0.max(after * hash_block_size);
-            let end = (computed.0 + external.0).min(to * hash_block_size);
-            self.counters.remote_hit_tokens += u64::from(end.saturating_sub(from));
-        }
+        let brought = self.shares[id].brought(hash_block_size);
+        self.counters.remote_hit_tokens +=
+            u64::from(Sources::of(computed, external, brought).remote.0);
     }
 
     /// Whether to fetch the segments that a prompt lacks, by a new flight or by the flight `under_way`.

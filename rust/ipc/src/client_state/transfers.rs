@@ -28,7 +28,7 @@ impl ClientState {
             return None;
         }
         let extents = self.extents_of(hit, computed, external)?;
-        let sources = Sources::of(computed, external, hit.from_disk);
+        let sources = Sources::of(computed, external, hit.brought);
         let request = state.id;
         if let Some(state) = self.requests.get_mut(name) {
             state.stage = Stage::Idle;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use undercroft_contract::explain::Rest;
 use undercroft_contract::hint::Hint;
 use undercroft_contract::session::{
-    Extent, Offer, Tokens, TransferEnd, TransferId, append_extents,
+    Brought, Extent, Offer, Tokens, TransferEnd, TransferId, append_extents,
 };
 use undercroft_engine::HitExtents;
 
@@ -97,7 +97,7 @@ pub(super) struct FoundHit {
     pub(super) tokens: Tokens,
     pub(super) shared: Tokens,
     pub(super) rest: Option<Rest>,
-    pub(super) from_disk: Option<(Tokens, Tokens)>,
+    pub(super) brought: Brought,
     /// Bytes of the windows and states at its end.
     pub(super) end_bytes: u64,
     /// Bytes of host memory, and of the saves under way in it.

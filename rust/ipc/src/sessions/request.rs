@@ -131,7 +131,7 @@ impl ServedRequest {
             tokens: hit.tokens,
             shared: hit.shared,
             rest,
-            from_disk: engine.from_disk(id, &self.name),
+            brought: engine.brought(id, &self.name),
             end_bytes: engine.end_bytes(id, hit.tokens),
             host_capacity: engine.host_capacity(),
             save_bytes: engine.save_bytes(id).1,

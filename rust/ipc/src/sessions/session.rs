@@ -322,7 +322,7 @@ impl ServedSession {
             LookupAnswer::Hit(LeasedHit {
                 tokens: job.hit.tokens,
                 shared,
-                from_disk: job.hit.from_disk,
+                brought: job.hit.brought,
                 extents: job.hit.extents(),
             })
         };

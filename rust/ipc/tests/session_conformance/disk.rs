@@ -56,8 +56,8 @@ pub(crate) fn a_prompt_on_disk_is_pending_until_it_was_promoted(of: Implementati
     let load = session.begin_load("r", tokens(1), tokens(7)).unwrap();
     assert_eq!(shape(&load.extents), [(0, 1, 7)]);
     assert!(rig.holds(&load.extents, 1));
-    let (host, disk) = (tokens(0), tokens(7));
-    assert_eq!(load.sources, Sources { host, disk });
+    let (host, disk, remote) = (tokens(0), tokens(7), tokens(0));
+    assert_eq!(load.sources, Sources { host, disk, remote });
     session.end_transfer(load.id, true);
     rig.sync(&*session);
     let reads = rig.driver.read(|engine| engine.counters().disk_reads);

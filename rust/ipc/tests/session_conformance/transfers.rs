@@ -32,8 +32,8 @@ pub(crate) fn a_part_of_a_hit_is_loaded(of: Implementation) {
     assert_eq!(answer(&*session, &question), hit(8, 8));
     let load = session.begin_load("r", tokens(2), tokens(3)).unwrap();
     assert_eq!(shape(&load.extents), [(0, 2, 3)]);
-    let (host, disk) = (tokens(3), tokens(0));
-    assert_eq!(load.sources, Sources { host, disk });
+    let (host, disk, remote) = (tokens(3), tokens(0), tokens(0));
+    assert_eq!(load.sources, Sources { host, disk, remote });
     assert!(rig.holds(&load.extents, 1));
     rig.sync(&*session);
     assert_eq!(rig.in_use()[2], 1);

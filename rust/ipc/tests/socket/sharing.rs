@@ -75,8 +75,8 @@ fn an_answer_from_disk_is_pending_and_wakes_the_caller_that_waits() {
     assert!(reader.wait("r", PATIENCE));
     assert_eq!(lookup(&reader, "r", &prompt), Some(128));
     let load = reader.begin_load("r", Tokens(0), Tokens(128)).unwrap();
-    let (host, disk) = (Tokens(0), Tokens(128));
-    assert_eq!(load.sources, Sources { host, disk });
+    let (host, disk, remote) = (Tokens(0), Tokens(128), Tokens(0));
+    assert_eq!(load.sources, Sources { host, disk, remote });
     reader.end_transfer(load.id, true);
     assert_eq!(
         rig.driver.enter(|engine| engine.counters().disk_reads),

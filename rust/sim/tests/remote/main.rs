@@ -17,7 +17,9 @@ use store::{Connection, Objects};
 use undercroft_contract::key::BlockHash;
 use undercroft_contract::namespace::GroupKind;
 use undercroft_contract::remote::RemoteWrite;
-use undercroft_contract::session::{LookupRequest, Priority, SaveRequest, SessionSpec, Tokens};
+use undercroft_contract::session::{
+    Brought, LookupRequest, Priority, SaveRequest, SessionSpec, Tokens,
+};
 use undercroft_engine::{EngineConfig, SessionId};
 
 pub(crate) const FULL: &[GroupKind] = &[GroupKind::Full];
@@ -100,6 +102,12 @@ fn a_hit_begins_in_the_tiers_and_ends_in_the_store() {
     reader.save((session, "own"), &hashes[..21], MODEL);
     let (tokens, _) = reader.ask(session, "r", &hashes, &mut objects, &mut random);
     assert_eq!(tokens, 64 * BLOCK);
+    // The host has no disk. Of a segment that it has in part, only the rest came from the store.
+    let brought = Brought {
+        disk: None,
+        remote: Some((Tokens(21 * BLOCK), Tokens(64 * BLOCK))),
+    };
+    assert_eq!(reader.engine.brought(session, "r"), brought);
     assert_eq!(reader.load((session, "r"), tokens, &hashes, MODEL), 64);
     // The host had two segments and five blocks of the third, which is fetched for its last three blocks.
     assert_eq!(objects.gets, 6);

@@ -216,7 +216,7 @@ fn shared_tokens_are_known_while_pending_with_a_hit_and_with_a_miss() {
     let hit = LookupAnswer::Hit(LeasedHit {
         tokens,
         shared,
-        from_disk: None,
+        brought: Brought::default(),
         extents: vec![extent(0, 0..4)],
     });
     rig.take_answer(2, 1, false, hit);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use undercroft_contract::key::BlockHash;
 use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{
-    ArenaOffset, Extent, Hit, Lookup, LookupRequest, Priority, Save, SaveEnd, SaveRequest,
+    ArenaOffset, Brought, Extent, Hit, Lookup, LookupRequest, Priority, Save, SaveEnd, SaveRequest,
     SessionToken, Sources, Tokens, TransferId,
 };
 
@@ -142,7 +142,7 @@ impl StateRig {
             Some(tokens) => LookupAnswer::Hit(LeasedHit {
                 tokens: Tokens(tokens),
                 shared: Tokens(tokens),
-                from_disk: None,
+                brought: Brought::default(),
                 extents: vec![extent(0, 0..tokens / 16)],
             }),
         };

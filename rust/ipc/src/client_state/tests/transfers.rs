@@ -199,19 +199,23 @@ fn a_reset_voids_every_answer() {
 }
 
 #[test]
-fn a_load_says_how_many_of_its_tokens_came_from_disk() {
+fn a_load_says_how_many_of_its_tokens_came_from_disk_and_from_the_store() {
     let mut rig = StateRig::new();
     rig.poll("a", 0, 128);
     let hit = LookupAnswer::Hit(LeasedHit {
         tokens: Tokens(128),
         shared: Tokens(128),
-        from_disk: Some((Tokens(48), Tokens(128))),
+        brought: Brought {
+            disk: Some((Tokens(0), Tokens(32))),
+            // The store's run has a block of the disk's. It counts once.
+            remote: Some((Tokens(16 + 8), Tokens(104))),
+        },
         extents: vec![extent(0, 0..8)],
     });
     rig.take_answer(2, 1, true, hit);
     let load = rig.state.begin_load("a", Tokens(16), Tokens(96)).unwrap();
-    let (host, disk) = (Tokens(32), Tokens(64));
-    assert_eq!(load.sources, Sources { host, disk });
+    let (host, disk, remote) = (Tokens(8), Tokens(8), Tokens(80));
+    assert_eq!(load.sources, Sources { host, disk, remote });
 }
 
 #[test]
