@@ -265,7 +265,7 @@ class UndercroftConfig:
     )]
     verify_host: Annotated[bool, Option(
         "true or false", False, "true or false",
-        "Compare the checksums of blocks in host memory before each hit, besides the comparison on their way to disk.",
+        "Compare the checksums of blocks in host memory before each hit, besides the checks of what is on disk.",
         boolean, text_bool, "engine",
     )]
     io_engine: Annotated[str, Option(

@@ -1,6 +1,7 @@
 //! Checksums of payloads in the arena. A process that has mapped the arena can change a payload after its save, and so
-//! can a failing memory module. The checksum is computed behind the save, and compared when the payload is written to
-//! disk and, with [`EngineConfig::verify_host`], before each hit. The driver computes it, outside the engine.
+//! can a failing memory module. The checksum is computed behind the save, and goes into the record of a payload that
+//! waits for its write. Later and encrypted writes compare it and, with [`EngineConfig::verify_host`], each hit. The driver
+//! computes it, outside the engine.
 //!
 //! [`EngineConfig::verify_host`]: super::EngineConfig::verify_host
 

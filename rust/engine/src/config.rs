@@ -44,8 +44,8 @@ pub struct EngineConfig {
     /// Nodes that one entry looks at in a search for the end of a hit, at least 2. In a search for pages for another
     /// size class, an entry looks at half as many in each region.
     pub visits: u32,
-    /// Compare the checksums of a hit's payloads in the arena before each hit. Payloads that are
-    /// written to disk are always compared.
+    /// Compare the checksums of a hit's payloads in the arena before each hit. A write compares only payloads that were not
+    /// summed while they waited for it: the others' records get the checksum of the save.
     pub verify_host: bool,
     /// Shared namespaces that the engine has at once.
     pub namespaces_max: usize,

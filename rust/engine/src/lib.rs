@@ -21,8 +21,8 @@
 //! - `ages`: the times of the ticks; `retention` and `clear`: what is removed because of its age, or by an order;
 //! - `operations`: the purpose of each IO operation in flight.
 //!
-//! `verbs` is what [`Engine`] does for its callers. A room calls no other room but residency, and residency calls none.
-//! An effect on another room is a return value, which a verb passes on. No room can name [`Engine`].
+//! `verbs` is what [`Engine`] does for its callers. A room changes no other room but residency and what
+//! [`EngineParts`] lends, and residency changes none. An effect on another room is a return value, which a verb passes on. No room can name [`Engine`].
 
 mod ages;
 mod buddy;

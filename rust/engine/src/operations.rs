@@ -9,7 +9,8 @@ slotmap::new_key_type! {
     struct OperationId;
 }
 
-/// The purpose of an IO operation in flight. `Uses::busy` keeps the node of the operation.
+/// The purpose of an IO operation in flight. `Uses::busy` keeps the node of a read or write; a lease keeps the
+/// node of an erasure or a checksum.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Purpose {
     Read {

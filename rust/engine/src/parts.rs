@@ -1,4 +1,4 @@
-//! The parts that promotions and write-back work on, beside their own fields.
+//! The parts that promotions, write-back and the remote store work on, beside their own fields.
 
 use crate::metrics::Counters;
 

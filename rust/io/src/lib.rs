@@ -8,7 +8,7 @@
 //! wraps either.
 //!
 //! Checksums are computed here, outside the engine's lock, over the first `payload_len` bytes: of
-//! the source of a write, and of the destination after a read has completed.
+//! the source of a write whose checksum is not given, and of the destination after a read has completed.
 //!
 //! Payloads that are encrypted on disk go through the thread pool, whose threads encrypt and decrypt (`sealed.rs`).
 

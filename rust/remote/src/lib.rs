@@ -1,4 +1,4 @@
-//! Remote stores: directories on shared file systems, object stores, Redis.
+//! Remote stores: directories on shared file systems, object stores, Redis, Mooncake.
 //!
 //! [`Location`] reads a URL, [`open`] makes the [`Objects`] behind it, and [`RequestPool`] carries out an engine's requests
 //! on them, on threads of its own. [`check`], [`gc`], [`contents`] and [`measure`] are for the operator's commands.

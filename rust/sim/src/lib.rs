@@ -6,8 +6,8 @@
 //!
 //! - every byte that a load copies is the byte that the client's own prefix, namespace and weights produce;
 //! - a load gets exactly the blocks that the kinds of its groups need, and an answer can be loaded;
-//! - a payload whose bytes in the arena change after its save is never written to disk, and, where hits are verified,
-//!   never loaded;
+//! - a payload whose bytes in the arena change after its save matches no record on disk, and, where hits are
+//!   verified, is never loaded;
 //! - no slot, of the arena or of a device, has two owners; no payload is read twice at once;
 //! - for any behaviour of the devices, every lookup is answered once all requests with earlier answers have finished;
 //! - while devices deliver and there is memory, no lookup is given up, however long it waits for its turn;

@@ -1,7 +1,7 @@
 """The scheduler's half: looks prompts up in the engine, and tells the workers which blocks to copy.
 
-Every call here runs on the scheduler's thread and waits for no IO: the engine answers from memory. Where it needs IO
-first, its answer is "later".
+Every call here runs on the scheduler's thread and waits for no IO, except blocking lookups (`blocking.py`): the
+engine answers from memory. Where it needs IO first, its answer is "later".
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ use super::super::residency::Residency;
 /// The shares of all requests.
 pub(crate) type Shares = SecondaryMap<RequestId, Share>;
 
-/// What one request waits for, and what it keeps in the arena.
+/// The waits of one request, and its payloads in the arena.
 #[derive(Debug)]
 pub(crate) struct Share {
     /// Leased node, or `NONE`: where the hit ends, or where it is to end after the promotion under way.
@@ -117,7 +117,7 @@ impl Share {
         }
     }
 
-    /// What was brought for the request, in tokens.
+    /// The part of the prompt that was brought for the request, in tokens.
     pub(crate) fn brought(&self, hash_block_size: u32) -> Brought {
         let tokens = |(after, to): (u32, u32)| {
             (

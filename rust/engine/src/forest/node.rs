@@ -44,7 +44,7 @@ pub enum HostState {
     /// No slot.
     #[default]
     Empty,
-    /// A worker writes it; unreadable.
+    /// A worker, or a get from the remote store, writes it; unreadable.
     Filling,
     /// A read from disk writes it; unreadable.
     Reading,

@@ -29,7 +29,7 @@ use super::super::retention::Retention;
 use super::super::sessions::Sessions;
 use super::super::writeback::WriteBack;
 
-/// The engine. See the module's description.
+/// The engine. See the description of the crate.
 #[derive(Debug)]
 pub struct Engine {
     pub(super) config: EngineConfig,
@@ -61,7 +61,7 @@ pub struct Engine {
     pub(super) health_changed: bool,
 }
 
-/// The parts of an engine that promotions and write-back work on.
+/// The parts of an engine that promotions, write-back and the remote store work on.
 macro_rules! parts {
     ($engine:expr) => {
         EngineParts {

@@ -1,8 +1,8 @@
 //! The jobs that the engine does beside its callers' requests: all of them, in the order of a turn.
 //!
-//! While a job is due, each turn of the IO thread does a part of it. [`Engine::wake`], [`Engine::needs_turn`] and
-//! [`Engine::is_quiet`] are folds over the table: a row here is enough for the IO thread to wake in time, and for an
-//! orderly stop to wait.
+//! Each turn of the IO thread calls the step of every job for which the caller has room. A step that has nothing to do, or
+//! is early, returns. When a job is due tells only when the IO thread wakes: [`Engine::wake`], [`Engine::needs_turn`] and
+//! [`Engine::is_quiet`] are folds over the table, so a row here is enough for that, and for an orderly stop to wait.
 
 use undercroft_contract::io::{ChecksumRequest, IoRequest, IoRoom};
 use undercroft_contract::remote::RemoteRequest;

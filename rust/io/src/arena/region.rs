@@ -4,8 +4,8 @@
 //! machine gives each slot to one party at a time (a worker that fills it, an IO operation, or readers only); each
 //! access to bytes goes through the bounds-checked methods here, each of which makes its slice for the length of one
 //! system call or checksum. A process that breaks the rule can make the bytes of any slot wrong. The checksum finds
-//! that when the payload is written to disk and, with `verify_host`, before a hit, if the bytes changed after they were
-//! summed behind the save. The process cannot make the mapping shrink, since the file is sealed.
+//! that when the payload is read back, written again or encrypted and, with `verify_host`, before a hit, if the bytes changed
+//! after they were summed behind the save. The process cannot make the mapping shrink, since the file is sealed.
 
 #![expect(
     unsafe_code,
