@@ -21,6 +21,7 @@ def register() -> None:
         vllm_patches.recompute_own_failed_loads(registration.ours_in)
         vllm_patches.judge_all_hits(registration.ours_in)
         vllm_patches.count_ranks()
+        vllm_patches.show_stages()
         vllm_patches.watch_weights(registration.caches_in)
         vllm_patches.show_to_tiers(registration.tiers_in)
         registration.register_name()

@@ -100,6 +100,7 @@ FOREIGN_FLAGS = {
     "--max-model-len",
     "--max-num-seqs",
     "--num-gpu-blocks-override",
+    "--pipeline-parallel-size",
     "--prefix-caching-hash-algo",
     "--prefix-match-unit",
     "--release",

@@ -445,10 +445,8 @@ def test_tensor_parallelism_over_several_nodes_is_declined(spread):
     assert "over 2 nodes" in why_unsupported(config, kv_cache_config())
 
 
-@pytest.mark.parametrize(
-    "name", ["pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"]
-)
-def test_only_tensor_parallelism_is_served(name):
+@pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])
+def test_context_parallelism_is_declined(name):
     assert name in why_unsupported(vllm_config(**{name: 2}), kv_cache_config())
 
 

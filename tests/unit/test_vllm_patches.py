@@ -31,6 +31,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -108,6 +109,7 @@ CLASS_PLACES: list[tuple[Any, str]] = [
     (BaseRenderer, "_process_multimodal"),
     (hasher, "_get_image_id_bytes"),
     (KVConnectorFactory, "create_connector"),
+    (core, "get_kv_cache_configs"),
 ]
 BY_NAME = {patch.name.upper(): patch for patch in PATCHES}
 
@@ -517,6 +519,7 @@ def test_the_places_of_instances_exist() -> None:
         "RequestState._undercroft_exchange",
         "MultiConnector._undercroft_judge",
         "ParallelConfig._undercroft_ranks",
+        "KVCacheConfig._undercroft_stages",
         "Scheduler._undercroft_take_threshold_rejects",
         "InputProcessor._undercroft_threshold",
         "MultiModalInput.undercroft_media",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from undercroft import compat
+from undercroft.connector.stages import why_stages_are_unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -201,6 +202,7 @@ def why_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         _why_not_deployed_so(vllm_config)
         or why_prefixes_are_not_reusable(vllm_config, kv_cache_config)
         or _why_groups_are_unsupported(kv_cache_config)
+        or why_stages_are_unsupported(vllm_config, kv_cache_config)
     )
 
 
@@ -208,10 +210,10 @@ def _why_not_deployed_so(vllm_config: VllmConfig) -> str | None:
     if device := _why_device_is_unsupported(vllm_config):
         return device
     parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
-            return f"{name} = {size} is not supported (only tensor parallelism is)"
+            return f"{name} = {size} is not supported (only tensor and pipeline parallelism are)"
     if apart := why_ranks_are_apart(parallel):
         return apart
     if getattr(vllm_config, "lora_config", None) is not None and not compat.hashes_adapters():

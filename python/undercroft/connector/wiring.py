@@ -22,7 +22,7 @@ from undercroft.connector.requests.explanations import Explanations
 from undercroft.connector.requests.hints import RequestHints
 from undercroft.connector.resets import Resets
 from undercroft.connector.scheduler.scheduler import SchedulerConnector
-from undercroft.device.layout import group_shard_bytes
+from undercroft.connector.stages import shard_bytes, with_all_layers
 from undercroft.engine import open_engine, start_line, whose
 from undercroft.identity import start as identity
 from undercroft.identity.adapters import ADAPTERS
@@ -72,7 +72,8 @@ def start_scheduler(
     naming = Naming(config.namespace_salt, config.weights, config.model_id, Digests(digests_file(config.disk_path)))
     divided = division(vllm_config, kv_cache_config)
     try:
-        description = describe(vllm_config, kv_cache_config, naming, divided.common_shards)
+        whole = with_all_layers(kv_cache_config)
+        description = describe(vllm_config, whole, naming, divided.common_shards, has_all_stages=True)
     except Exception as error:  # a weight file that cannot be read, or a setting that cannot be described
         logger.warning("undercroft is off, vLLM serves without it: %s.", error)
         return None
@@ -89,7 +90,7 @@ def start_scheduler(
     try:
         if seed_reason:
             identity.check_seed(seed_reason, config, is_shared=bool(config.server) or engine.is_shared)
-        registration = groups.registration(_payload_bytes(divided, kv_cache_config, groups))
+        registration = groups.registration([size * divided.shards for size in shard_bytes(kv_cache_config)])
         session = engine.register(
             description, registration, groups.engine_block_size, groups.alignment, groups.dropped_tokens
         )
@@ -163,11 +164,6 @@ def _observers(
         recorder = Recorder(Path(config.record + suffix), groups)
     shadow = Shadow(config.shadow, groups, tokens_in) if config.shadow else None
     return EngineStats(engine, tokens_in=tokens_in), recorder, shadow
-
-
-def _payload_bytes(divided: Division, kv_cache_config: KVCacheConfig, groups: Groups) -> list[int]:
-    """Bytes of a block of each KV cache group, of all ranks together."""
-    return [group_shard_bytes(kv_cache_config, group) * divided.shards for group in range(len(groups.kinds))]
 
 
 def _say_how_it_runs(

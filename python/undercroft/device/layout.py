@@ -43,6 +43,17 @@ class Part(NamedTuple):
     """Number of ranks with different KV."""
     by_heads: bool = True
     """Whether each page of the payload has the heads of all ranks. Otherwise the shards lie side by side."""
+    before: tuple[int, ...] = ()
+    """Per KV cache group, bytes of a shard in the layers of earlier pipeline stages; empty if there is one stage."""
+    whole: tuple[int, ...] = ()
+    """Per KV cache group, bytes of a shard in the layers of all stages; empty if there is one stage."""
+
+    def begin(self, group: int, own: int) -> int:
+        """Offset in a payload of the first layer of this rank's stage; ``own``: bytes of its part."""
+        before = self.before[group] if self.before else 0
+        if self.by_heads:
+            return before * self.shards
+        return self.shard * (self.whole[group] if self.whole else own) + before
 
 
 WHOLE = Part()
@@ -181,7 +192,7 @@ def check_blocks(layout: GroupLayout, block_ids: np.ndarray, slots: np.ndarray) 
 def _group_layout(config: KVCacheConfig, group: int, kv_caches: Mapping[str, torch.Tensor], part: Part) -> GroupLayout:
     pages = _page_bytes(config, group)
     runs: list[list[int]] = []
-    begin = 0 if part.by_heads else part.shard * sum(pages)
+    begin = part.begin(group, sum(pages))
     for name, page in zip(config.kv_cache_groups[group].layer_names, pages, strict=True):
         tensor, index = _placement(config, name)
         address = _checked_address(config, name, tensor, index, page, kv_caches)

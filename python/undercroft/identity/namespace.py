@@ -60,12 +60,18 @@ class Naming:
 
 
 def describe(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, naming: Naming | None = None, common_shards: int = 0
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    naming: Naming | None = None,
+    common_shards: int = 0,
+    *,
+    has_all_stages: bool = False,
 ) -> str:
     """The description as canonical JSON: sorted keys, no spaces; equal settings give equal text in any process.
 
     ``common_shards``: into how many shards the ranks divide a payload that does not depend on them. The description is
-    then that of a single rank. 0 for payloads that depend on the number of ranks.
+    then that of a single rank. 0 for payloads that depend on the number of ranks. ``has_all_stages``: whether payloads
+    and ``kv_cache_config`` have the layers of all pipeline stages. The description is then that of a single stage.
 
     Raises TypeError for a setting that cannot be described.
     """
@@ -93,7 +99,8 @@ def describe(
         "layout": kv_cache_config.kv_cache_layout,
         "pages": schemes.page_scheme(kv_cache_config, backends),
         "hash": _hash(vllm_config, kv_cache_config),
-        "parallel": _parallel(vllm_config.parallel_config, kv_cache_config, common_shards),
+        "parallel": _parallel(vllm_config.parallel_config, kv_cache_config, common_shards)
+        | ({"pipeline": 1} if has_all_stages else {}),
         "groups": [_group(group, common_shards) for group in kv_cache_config.kv_cache_groups],
     }
     return _fitting({name: value for name, value in description.items() if value not in ({}, None)})

@@ -28,6 +28,7 @@ from undercroft.vllm_patches.lookahead import keep_lookahead_hashes
 from undercroft.vllm_patches.multi_connector import judge_all_hits, recompute_own_failed_loads
 from undercroft.vllm_patches.offloading import configuration_of_tier, show_to_tiers
 from undercroft.vllm_patches.sleep import end_copies_before_sleep, leave_device_before_checkpoint
+from undercroft.vllm_patches.stages import show_stages, stages_of
 from undercroft.vllm_patches.table import (
     EMBEDDINGS,
     HIT_THRESHOLD,
@@ -71,7 +72,9 @@ __all__ = [
     "recompute_own_failed_loads",
     "reconcile_local_hits",
     "reject_requests",
+    "show_stages",
     "show_to_tiers",
+    "stages_of",
     "tell_adapters_apart",
     "tell_embeddings_apart",
     "watch_weights",

@@ -237,6 +237,15 @@ RANKS = Patch(
     "0.31 to 0.33",
     "Without a disk, each data-parallel rank of a model without experts takes all of `host_memory`.",
 )
+STAGES = Patch(
+    "stages",
+    ("core.get_kv_cache_configs", "KVCacheConfig._undercroft_stages"),
+    "the module, in every process; the attribute in vLLMs with pipeline parallelism",
+    "vLLM shows the scheduler the layers of the first pipeline stage, and each worker those of its own. A payload has "
+    "the layers of all stages.",
+    "0.31 to 0.33",
+    "undercroft is off with pipeline parallelism.",
+)
 SHARED_PREFIX = Patch(
     "shared_prefix",
     ("Request.shared_prefix_boundary",),
@@ -291,6 +300,7 @@ PATCHES = (
     WORKER_SLEEP,
     WORKER_CHECKPOINT,
     RANKS,
+    STAGES,
     SHARED_PREFIX,
     CONFIGURATION,
     OFFLOADING_TIERS,

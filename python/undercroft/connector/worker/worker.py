@@ -19,6 +19,7 @@ from undercroft.compat import KVConnectorTransferResults
 from undercroft.connector.announcement import Announced
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
 from undercroft.connector.ranks import division
+from undercroft.connector.stages import in_stage
 from undercroft.connector.worker.attachment import Attachment, AttachPendingError, WorkerError
 from undercroft.connector.worker.outcomes import Outcomes
 from undercroft.connector.worker.watching import WATCH_S, Watcher
@@ -98,9 +99,9 @@ class WorkerConnector:
         self._declined = declined
         parallel = vllm_config.parallel_config
         divided = division(vllm_config, kv_cache_config)
-        # There is only one pipeline stage.
-        rank = parallel.rank % parallel.tensor_parallel_size
-        self._part = divided.part(rank)
+        stage, rank = divmod(parallel.rank, parallel.tensor_parallel_size)
+        part = divided.part(rank)
+        self._part = part if declined else in_stage(part, kv_cache_config, stage)
         self._share = _Share(rank % divided.replicas, divided.replicas)
         self._config = kv_cache_config
         self._gather_below = gather_below
