@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+from fake_config import attention, kv_cache_config, vllm_config
 from undercroft.descriptions import differences, found_now, parsed, summary, why_not_reused
+from undercroft.identity.namespace import Naming, describe
 
 
 def described(**changes) -> str:
@@ -37,6 +39,15 @@ def test_nearest_identity_of_the_same_model_is_named() -> None:
     assert why_not_reused(ours, [far, near, ours]) is None
     assert why_not_reused(ours, [stranger, "no object", "[]"]) is None
     assert why_not_reused(ours, []) is None
+
+
+def test_another_block_size_is_named() -> None:
+    texts = []
+    for tokens in (16, 32):
+        sizes = {"hash_block_size": tokens, "cache_hit_alignment_tokens": tokens}
+        config = kv_cache_config([attention(block_size=tokens)], **sizes)
+        texts.append(describe(vllm_config(), config, Naming(model_id="m")))
+    assert "hash.block_tokens 16, here 32" in str(why_not_reused(texts[1], texts[:1]))
 
 
 def test_files_that_differ_are_named_as_far_as_they_are_known() -> None:
