@@ -44,10 +44,10 @@ class SlowRank(Rank):
 
     def hooks(self, metadata: UndercroftMetadata) -> tuple[set[str], set[str], UndercroftWorkerMetadata | None]:
         """The hooks of one step, after which copies may still run."""
-        self.worker.start_load_kv(metadata)
-        self.worker.wait_for_save(metadata)
-        results = self.worker.get_transfer_results(set())
-        return results.finished_recving, results.failed_recving, self.worker.build_connector_worker_meta()
+        self.connector.bind_connector_metadata(metadata)
+        self.connector.start_load_kv(None)
+        self.connector.wait_for_save()
+        return self.results()
 
 
 class Attachments:

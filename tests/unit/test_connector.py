@@ -144,7 +144,7 @@ def test_a_broken_observer_keeps_no_load_and_no_end_from_the_scheduler(engine, o
 def test_no_error_leaves_a_worker_hook(engine, hook):
     connector = make()
     connector._worker = Broken()
-    connector.bind_connector_metadata(UndercroftMetadata())
+    connector.bind_connector_metadata(UndercroftMetadata(saves=[object()]))
     arguments = {"start_load_kv": (None,), "get_transfer_results": (set(),)}
     answer = getattr(connector, hook)(*arguments.get(hook, ()))
     if hook == "get_transfer_results":
@@ -268,3 +268,32 @@ def test_it_is_known_by_its_name_also_where_no_plugin_was_loaded(monkeypatch):
     spec = importlib.util.spec_from_file_location("found_by_its_path", module.__file__)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert KVConnectorFactory.get_connector_class_by_name(registration.CONNECTOR) is UndercroftConnector
+
+
+def test_counts_are_reported_once_a_second_while_requests_run_and_at_once_after_the_last(engine, monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock.now)
+    connector = make()
+    running = request()
+    connector.on_new_request(running)
+
+    def counted():
+        connector._counts.add("hook_errors")
+        stats = connector.get_kv_connector_stats()
+        return stats and stats.data["counters"]["hook_errors"]
+
+    assert [counted(), counted(), counted()] == [1, None, None]
+    clock.now += 1.5
+    assert [counted(), counted()] == [3, None]
+    connector.request_finished_all_groups(running, ([],))
+    assert counted() == 2
+
+
+def test_an_error_in_a_worker_that_rests_is_reported(engine):
+    connector = make()
+    connector._scheduler = connector._engine_stats = None
+    connector._worker = SimpleNamespace(rest=SimpleNamespace(message=UndercroftMetadata()))
+    assert connector.get_kv_connector_stats() is None
+    connector._worker.get_kv_connector_stats = lambda: None
+    connector._report("start_load_kv", ValueError("broken"))
+    assert connector.get_kv_connector_stats().data["counters"] == {"hook_errors": 1}

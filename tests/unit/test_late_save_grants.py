@@ -127,7 +127,7 @@ def test_a_save_that_is_dropped_before_its_grant_does_not_count_as_saved():
     world.connector._saves.invalidate(set(world.tables["a"][0]))
     world.session.is_slow = False
     assert world.step().saves == []
-    saving = world.connector._requests["a"].saving
+    saving = world.connector.requests["a"].saving
     assert (saving.saved_tokens, saving.windows_kept) == (0, 0)
 
 
@@ -180,3 +180,20 @@ def test_slots_that_came_too_late_are_asked_for_again(monkeypatch):
     request.append(*tokens(1))
     jobs = [job for _ in range(8) for job in world.step([(request, 0)]).saves]
     assert [len(job.groups[0].offsets) for job in jobs] == [2]
+
+
+def test_grants_are_asked_for_while_one_may_come(monkeypatch: pytest.MonkeyPatch):
+    """Also after the save was given up: its slots must go back."""
+    world, polls = World(), []
+    poll = world.session.poll_saves
+    monkeypatch.setattr(world.session, "poll_saves", lambda: polls.append(None) or poll())
+    world.step()
+    assert polls == [], "nothing was asked for"
+    asked(world)
+    world.step()
+    assert len(polls) == 1
+    monkeypatch.setattr(saves.time, "monotonic", lambda: 1e12)
+    world.step()
+    assert len(world.connector._saves) == 0
+    world.step()
+    assert len(polls) == 3

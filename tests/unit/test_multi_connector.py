@@ -91,4 +91,4 @@ def test_a_state_that_is_offered_does_not_say_that_the_request_has_run():
     output = scheduler_output({}, world.tables)
     output.kv_connector_block_state.boundary_state_offloads = {"r": [(0, 1, BLOCK)]}
     world.connector.build_connector_meta(output)
-    assert not world.connector._requests["r"].ran
+    assert not world.connector.requests["r"].ran

@@ -149,7 +149,7 @@ def test_a_load_that_a_reset_overtakes_is_asked_for_again():
     meta = world.step()
     world.connector._loading._given_up.add("b")
     world.answer(meta)
-    world.connector._requests["b"].lost_blocks = False
+    world.connector.requests["b"].lost_blocks = False
     run(world, request)
     assert counted(world) == {"hit_tokens_host": 4 * BLOCK, "missed_tokens_prompt_end": 1}
 

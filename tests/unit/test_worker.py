@@ -16,7 +16,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttent
 
 from kv_caches import BLOCKS, allocate, block_content, fill, full, group, plan
 from undercroft._core import Arena, UndercroftError
+from undercroft.connector.connector import UndercroftConnector
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata, UndercroftWorkerMetadata
+from undercroft.connector.observe.stats import Counts
 from undercroft.connector.worker.worker import WorkerConnector
 from undercroft.device.factory import make_copier
 from undercroft.device.layout import LayoutError, group_shard_bytes
@@ -40,6 +42,16 @@ class Host:
         return self.arenas[socket]
 
 
+class Hooks(UndercroftConnector):
+    """The connector's hooks of a worker's half that is made elsewhere. An error in a hook is raised."""
+
+    def __init__(self, worker: WorkerConnector) -> None:
+        self._worker, self._counts, self._engine_stats, self._shadow = worker, Counts(), None, None
+
+    def _report(self, hook: str, error: Exception) -> None:
+        raise error
+
+
 class Rank:
     """One worker with its KV cache; `step` calls its hooks as vLLM's model runner does."""
 
@@ -60,19 +72,24 @@ class Rank:
         model = SimpleNamespace(get_total_num_kv_heads=lambda: heads, hf_text_config=hf_config)
         vllm_config: Any = SimpleNamespace(parallel_config=parallel, model_config=model)
         self.worker = WorkerConnector(vllm_config, self.config, attach=host.attach, clock=lambda: host.now)
+        self.connector = Hooks(self.worker)
         self.caches = allocate(self.config)
         fill(self.caches, seed=rank)
 
     def step(self, metadata: UndercroftMetadata) -> tuple[set[str], set[str], UndercroftWorkerMetadata | None]:
-        metadata = pickle.loads(pickle.dumps(metadata))
-        self.worker.start_load_kv(metadata)
-        self.worker.wait_for_save(metadata)
+        self.connector.bind_connector_metadata(pickle.loads(pickle.dumps(metadata)))
+        self.connector.start_load_kv(None)
+        self.connector.wait_for_save()
         if self.worker._copier is not None:
             self.worker._copier.drain()
-        results = self.worker.get_transfer_results(set())
+        return self.results()
+
+    def results(self) -> tuple[set[str], set[str], UndercroftWorkerMetadata | None]:
+        """What the hooks at the end of a step return."""
+        results = self.connector.get_transfer_results(set())
         assert not results.finished_sending
         assert results.failed_recving <= results.finished_recving
-        return results.finished_recving, results.failed_recving, self.worker.build_connector_worker_meta()
+        return results.finished_recving, results.failed_recving, self.connector.build_connector_worker_meta()
 
     def block(self, block: int) -> list[bytes]:
         return block_content(self.config, self.caches, 0, block)
@@ -252,6 +269,7 @@ def test_a_step_does_not_wait_for_an_engine_that_does_not_answer(host: Host) -> 
     parallel = SimpleNamespace(rank=0, tensor_parallel_size=1)
     config: Any = SimpleNamespace(parallel_config=parallel)
     one.worker = WorkerConnector(config, one.config, attach=attach, attach_timeout_s=0.0)
+    one.connector = Hooks(one.worker)
     one.worker.register_kv_caches(one.caches)
     for number in range(3):
         assert one.step(meta(loads=[job(number, [1], [0])]))[:2] == ({"r"}, {"r"}), "the job fails at once"
@@ -419,9 +437,10 @@ def test_a_step_without_transfers_waits_for_no_lock(host: Host, monkeypatch: pyt
     one.worker.register_kv_caches(one.caches)
     assert one.step(meta(saves=[job(1, [2], [0])]))[2] == UndercroftWorkerMetadata({1: 1})
     assert one.worker.get_kv_connector_stats() is not None
-    monkeypatch.setattr(one.worker, "_lock", None)
     assert one.step(meta()) == (set(), set(), None)
-    assert one.worker.get_kv_connector_stats() is None
+    monkeypatch.setattr(one.worker.rest, "lock", None)
+    assert one.step(meta()) == (set(), set(), None)
+    assert one.connector.get_kv_connector_stats() is None
     with pytest.raises(TypeError, match="context manager"):
         one.step(meta(saves=[job(2, [2], [0])]))
 
@@ -438,3 +457,36 @@ def test_loads_of_a_step_are_answered_although_the_old_arena_cannot_be_let_go_of
 
     monkeypatch.setattr(one.worker, "_set_aside", broken)
     assert one.step(meta(socket="/b", loads=[job(2, [2], [0], "x")]))[:2] == ({"x"}, {"x"})
+
+
+@pytest.mark.parametrize("change", ["a load ends", "the device registers memory", "another arena is named", "a job"])
+def test_whatever_changes_wakes_a_worker_that_rests(host: Host, change: str) -> None:
+    """Also what a thread of its own changes between two steps."""
+    one = Rank(host)
+    one.worker.register_kv_caches(one.caches)
+    one.step(meta(saves=[job(1, [2], [0])]))
+    one.connector.get_kv_connector_stats()
+    one.step(meta())
+    assert one.worker.rest.message == meta()
+    if change == "a load ends":
+        # As the watcher's thread finds it: the copy has ended, and no step has run since.
+        one.connector.bind_connector_metadata(meta(loads=[job(2, [3], [0], "x")]))
+        one.connector.start_load_kv(None)
+        one.worker._copier.drain()
+        assert one.worker.rest.message is None
+        assert one.results() == ({"x"}, set(), None)
+    elif change == "the device registers memory":
+        one.worker._arena.attached.newly_registered = lambda: 4096
+        one.worker.release_unserved()
+        assert one.worker.rest.message is None
+        stats = one.connector.get_kv_connector_stats()
+        assert stats is not None and stats.data["counters"] == {"registered_bytes": 4096}
+    elif change == "another arena is named":
+        host.arenas["/b"] = Arena.create(ARENA)
+        one.step(meta("/b"))
+        assert one.worker._arena.attached is None
+    else:
+        assert one.step(meta(saves=[job(2, [3], [0])]))[2] == UndercroftWorkerMetadata({2: 1})
+    one.connector.get_kv_connector_stats()
+    one.step(meta())
+    assert one.worker.rest.message == meta()

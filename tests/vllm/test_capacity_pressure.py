@@ -111,7 +111,7 @@ def test_preempted_requests_come_back_to_what_was_saved(engine: Make, llama: Pat
 
     def listening(request: Any, blocks: Any, tokens: int) -> None:
         if request.num_preemptions and tokens:
-            loaded.append((half._requests.of(request).num_computed_tokens, tokens))
+            loaded.append((half.requests.of(request).num_computed_tokens, tokens))
         ask(request, blocks, tokens)
 
     def counting(output: Any) -> Any:

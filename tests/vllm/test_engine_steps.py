@@ -23,7 +23,7 @@ Start = Callable[..., Engine]
 DTYPES = {"llama": "float32", "gemma2": "float32", "qwen3_next": "bfloat16"}
 LONG = prompt(1000)
 """Seven blocks of 128 tokens, or one of the 640 that Qwen's blocks have."""
-MOST_CALLS_COLD, MOST_CALLS_ANSWERS = 176, 62
+MOST_CALLS_COLD, MOST_CALLS_ANSWERS = 176, 30
 """Calls of undercroft's functions in the step of a new prompt, without its arrival, and in a later one."""
 SEVERAL = [prompt(700, seed=90 + i) for i in range(3)]
 
@@ -100,13 +100,18 @@ def calls(work: Callable[[], object]) -> int:
     return found
 
 
+def _never_collect(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in a second the engine's counters are read, which a busy machine would do in each of the counted steps."""
+    monkeypatch.setattr(EngineStats, "collect", lambda *_, **__: {})
+    one.connector._engine_stats.due = float("inf")
+
+
 def test_a_step_takes_few_calls_with_a_new_prompt_and_with_answers_only(
     engine: Start, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"host_memory": "128MiB", "disk_path": str(tmp_path / "cache"), "disk_capacity": "256MiB"}
-    # Once in a second the engine's counters are read, which a busy machine would do in each of these steps.
-    monkeypatch.setattr(EngineStats, "collect", lambda *_, **__: {})
     one = engine(llama, options, blocks=96)
+    _never_collect(one, monkeypatch)
     cold, answers = [], []
     for seed in range(8):
         add(one, str(seed), prompt(1000, seed=200 + seed), 6)
@@ -117,5 +122,5 @@ def test_a_step_takes_few_calls_with_a_new_prompt_and_with_answers_only(
         answers += [calls(lambda: step(one)) for _ in range(3)]
         finish(one)
     # The least: a copy may end in any later step.
-    assert min(cold) <= MOST_CALLS_COLD
-    assert min(answers) <= MOST_CALLS_ANSWERS
+    assert min(cold) <= MOST_CALLS_COLD, cold
+    assert min(answers) <= MOST_CALLS_ANSWERS, answers

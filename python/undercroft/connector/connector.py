@@ -190,15 +190,29 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Both halves
 
-    @fail_open(nothing)
+    # vLLM calls the hooks with a try of their own in every step, in which most of them have nothing to do.
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """The counters' increase since the last call; None if there is none."""
+        """The counters' increase since the last call; None if there is none, or if requests run and the last call was
+        less than a second ago."""
+        try:
+            if (worker := self._worker) is not None:
+                if worker.rest.message is not None and not self._counts.counters:
+                    return None
+            elif (stats := self._engine_stats) is not None and (scheduler := self._scheduler) is not None:
+                # vLLM asks at the end of each step.
+                scheduler.steps.ended()
+                if scheduler.requests and time.monotonic() < stats.due:
+                    return None
+            return self._collect_stats()
+        except Exception as error:
+            self._report("get_kv_connector_stats", error)
+            return None
+
+    def _collect_stats(self) -> KVConnectorStats | None:
         parts: list[dict[str, Any]] = []
         if self._engine_stats is not None and self._scheduler is not None:
-            # vLLM asks at the end of each step.
-            self._scheduler.steps.ended()
-            if counted := self._engine_stats.collect(time.monotonic(), force=self._scheduler.idle()):
-                parts.append(counted)
+            parts.append(self._engine_stats.collect(time.monotonic(), force=self._scheduler.idle()))
         if self._worker is not None and (counters := self._worker.get_kv_connector_stats()):
             parts.append({"counters": counters})
         if self._shadow is not None:
@@ -318,10 +332,17 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         """The requests among ``request_ids`` that this connector loads."""
         return set() if self._scheduler is None else self._scheduler.loading(request_ids)
 
-    @fail_open(list)
     def take_threshold_rejects(self) -> list[Rejection | HintsOnly]:
         """Requests that the hit threshold has rejected since the last call, and requests that had only hints to give.
         The caller finishes them."""
+        try:
+            if self._hints.ended or (self._threshold is not None and self._threshold.rejected):
+                return self._take_rejects()
+        except Exception as error:
+            self._report("take_threshold_rejects", error)
+        return []
+
+    def _take_rejects(self) -> list[Rejection | HintsOnly]:
         only = self._hints.collect()
         if self._threshold is None:
             return [*only]
@@ -355,27 +376,30 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
             return {}
         return self._scheduler.get_external_cache_hit_sources(request, num_external_tokens)
 
-    @fail_open(UndercroftMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
         """See `SchedulerConnector.build_connector_meta`."""
-        if self._scheduler is None:
-            return UndercroftMetadata()
-        metadata = self._scheduler.build_connector_meta(scheduler_output)
-        if (spans := self._spans) is not None:
-            try:
-                spans.scheduled(metadata)
-            except Exception as error:
-                # The loads in the metadata must reach the workers: vLLM waits for them.
-                self._report("build_connector_meta", error)
-        return metadata
+        metadata: UndercroftMetadata | None = None
+        try:
+            if self._scheduler is not None:
+                metadata = self._scheduler.build_connector_meta(scheduler_output)
+            if metadata is not None and self._spans is not None:
+                self._spans.scheduled(metadata)
+        except Exception as error:
+            # After an error in the spans, the loads in the metadata reach the workers: vLLM waits for them.
+            self._report("build_connector_meta", error)
+        return UndercroftMetadata() if metadata is None else metadata
 
-    @fail_open(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See `SchedulerConnector.update_connector_output`."""
-        if self._scheduler is not None:
-            self._scheduler.update_connector_output(connector_output)
-        if (spans := self._spans) is not None:
-            spans.reported(connector_output)
+        output = connector_output
+        try:
+            if output.finished_recving or output.invalid_block_ids or output.kv_connector_worker_meta is not None:
+                if self._scheduler is not None:
+                    self._scheduler.update_connector_output(output)
+                if self._spans is not None:
+                    self._spans.reported(output)
+        except Exception as error:
+            self._report("update_connector_output", error)
 
     @fail_open(bool)
     def register_finished_partial_tail(
@@ -418,10 +442,13 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         # MultiConnector accepts response parameters of one connector at most, and P/D connectors return some.
         return False, None if self._is_child else answers or None
 
-    @fail_open(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """The changes in the tiers, where vLLM publishes events."""
-        return self._events.take()
+        try:
+            return () if self._events is NO_EVENTS else self._events.take()
+        except Exception as error:
+            self._report("take_events", error)
+            return ()
 
     @fail_open(bool)
     def has_pending_block_frees(self) -> bool:
@@ -482,13 +509,19 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Does nothing: saves hold references on their blocks, so no other request writes these after a preemption."""
 
-    @fail_open(nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """See `WorkerConnector.start_load_kv`."""
-        if self._worker is not None and self.has_connector_metadata():
-            self._worker.start_load_kv(self._get_connector_metadata())
+        try:
+            worker, metadata = self._worker, self._connector_metadata
+            if worker is None or metadata is None or metadata is worker.rest.message:
+                return
+            # A worker process gets another, equal object in every step.
+            if metadata != worker.rest.message:
+                worker.start_load_kv(metadata)
+        except Exception as error:
+            self._report("start_load_kv", error)
 
-    # vLLM calls the next two methods for each layer, so they have no wrapper.
+    # vLLM calls the next two methods for each layer.
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request runs only after its load has ended."""
@@ -496,23 +529,32 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to do: blocks are saved whole, in `wait_for_save`."""
 
-    @fail_open(nothing)
     def wait_for_save(self) -> None:
         """See `WorkerConnector.wait_for_save`."""
-        if self._worker is not None and self.has_connector_metadata():
-            self._worker.wait_for_save(self._get_connector_metadata())
+        try:
+            metadata = self._connector_metadata
+            if self._worker is not None and metadata is not None and metadata.saves:
+                self._worker.wait_for_save(metadata)
+        except Exception as error:
+            self._report("wait_for_save", error)
 
-    @fail_open(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See `WorkerConnector.get_transfer_results`."""
-        if self._worker is None:
-            return KVConnectorTransferResults()
-        return self._worker.get_transfer_results(finished_req_ids)
+        try:
+            if self._worker is not None and self._worker.rest.message is None:
+                return self._worker.get_transfer_results(finished_req_ids)
+        except Exception as error:
+            self._report("get_transfer_results", error)
+        return KVConnectorTransferResults()
 
-    @fail_open(nothing)
     def build_connector_worker_meta(self) -> Any:
         """See `WorkerConnector.build_connector_worker_meta`."""
-        return None if self._worker is None else self._worker.build_connector_worker_meta()
+        try:
+            if self._worker is not None and self._worker.rest.message is None:
+                return self._worker.build_connector_worker_meta()
+        except Exception as error:
+            self._report("build_connector_worker_meta", error)
+        return None
 
 
 # Needed where vLLM found this file by kv_connector_module_path and its configuration excludes the plugin.

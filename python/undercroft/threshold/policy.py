@@ -97,7 +97,8 @@ class HitThreshold:
         self._tells_figures = tells_figures
         self._unavailable = unavailable
         self._log_once = log.LogOnce(logger)
-        self._pending: dict[str, Rejection] = {}
+        self.rejected: dict[str, Rejection] = {}
+        """Rejected requests until `collect`, by id."""
         self._asks: dict[str, int] = {}
         self.rejections: dict[Source, int] = {"request": 0, "global": 0}
         """Rejected requests since the start, by the source of their threshold."""
@@ -122,12 +123,12 @@ class HitThreshold:
         asks = self._asks.get(request_id, 0) + 1
         if asks > MAX_ASKS:
             self._unavailable = f"the scheduler did not end rejected request {request_id} in {MAX_ASKS} steps"
-            self._pending.clear()
+            self.rejected.clear()
             self._asks.clear()
             logger.error("undercroft: cache_hit_threshold is switched off: %s", self._unavailable)
             return False
         self._asks[request_id] = asks
-        self._pending[request_id] = Rejection(
+        self.rejected[request_id] = Rejection(
             request_id, threshold, source, local_tokens, external_tokens, required, self._tells_figures
         )
         return True
@@ -143,10 +144,10 @@ class HitThreshold:
 
     def collect(self) -> list[Rejection]:
         """Rejected requests since the last call; logs and counts each. The caller finishes them."""
-        if not self._pending:
+        if not self.rejected:
             return []
-        collected = list(self._pending.values())
-        self._pending.clear()
+        collected = list(self.rejected.values())
+        self.rejected.clear()
         self._asks.clear()
         for rejection in collected:
             self.rejections[rejection.source] += 1
@@ -155,8 +156,8 @@ class HitThreshold:
 
     def discard(self, request_id: str) -> None:
         """Forget a request that is finished, aborted or admitted. An unknown request is ignored."""
-        if self._pending:
-            self._pending.pop(request_id, None)
+        if self.rejected:
+            self.rejected.pop(request_id, None)
             self._asks.pop(request_id, None)
 
     def _threshold_of(self, request: Request) -> tuple[float, Source]:

@@ -244,7 +244,7 @@ class UndercroftTier(SecondaryTierManager):
         scheduled = scheduler_output.num_scheduled_tokens
         self._prompts.steps.scheduled(scheduled)
         if scheduled:
-            self.origin.computes()
+            self.origin.has_kv = True
         for request_id in (*scheduled, *(scheduler_output.preempted_req_ids or ())):
             self._prompts.runs(request_id)
 

@@ -317,17 +317,18 @@ class Counts:
     """Counts of one half of the connector. `collect` returns the differences since its last call."""
 
     def __init__(self) -> None:
-        self._counters: dict[str, int] = {}
+        self.counters: dict[str, int] = {}
+        """Counts since the last `collect`."""
         self._samples: dict[str, list[float]] = {}
 
     def add(self, name: str, amount: int = 1) -> None:
         """Raise a counter of `SCHEDULER_KEYS`."""
         if amount:
-            self._counters[name] = self._counters.get(name, 0) + amount
+            self.counters[name] = self.counters.get(name, 0) + amount
 
     def add_all(self, amounts: Iterable[tuple[str, int]]) -> None:
         """Raise several counters."""
-        counters = self._counters
+        counters = self.counters
         for name, amount in amounts:
             if amount:
                 counters[name] = counters.get(name, 0) + amount
@@ -344,10 +345,10 @@ class Counts:
 
     def collect(self) -> dict[str, Any]:
         """The counts since the last call, as the data of `UndercroftStats`."""
-        if not self._counters and not self._samples:
+        if not self.counters and not self._samples:
             return {}
-        data = {"counters": self._counters, "samples": self._samples}
-        self._counters, self._samples = {}, {}
+        data = {"counters": self.counters, "samples": self._samples}
+        self.counters, self._samples = {}, {}
         return {name: value for name, value in data.items() if value}
 
 
@@ -371,7 +372,8 @@ class EngineStats:
         self._interval = interval
         self._last: dict[str, float] = {}
         self._disk_times = DiskTimes()
-        self._due = 0.0
+        self.due = 0.0
+        """When the next reading is due, in seconds of a monotonic clock."""
         self._health = DiskHealth(engine)
         self._remote = RemoteHealth(engine)
         self._namespaces = NamespaceHealth()
@@ -386,9 +388,9 @@ class EngineStats:
 
         ``now``: seconds of a monotonic clock. ``force``: read even before the interval has passed.
         """
-        if now < self._due and not force:
+        if now < self.due and not force:
             return {}
-        self._due = now + self._interval
+        self.due = now + self._interval
         stats = self._stats()
         self._check(stats)
         if not stats:
@@ -444,7 +446,7 @@ class EngineStats:
         """Check the health while vLLM is idle: vLLM collects statistics only in its steps."""
         while not self._closed.wait(idle_s):
             try:
-                if time.monotonic() >= self._due + idle_s - self._interval:
+                if time.monotonic() >= self.due + idle_s - self._interval:
                     self._check(self._stats())
             except Exception as error:
                 logger.debug("undercroft: the health check failed: %s", error)

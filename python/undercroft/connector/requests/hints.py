@@ -74,7 +74,8 @@ class RequestHints:
         """The hints of requests that are computed, by request."""
         self._only: dict[str, int] = {}
         """Requests that are not computed, each with the number of times that the scheduler has asked about it."""
-        self._ended: list[HintsOnly] = []
+        self.ended: list[HintsOnly] = []
+        """Requests with hints alone whose hints the engine has, until `collect`."""
         self._log_once = LogOnce()
         self._answers: dict[str, dict[str, Any]] = {}
 
@@ -90,7 +91,7 @@ class RequestHints:
         if not hints.computes and self._may_end and request.sampling_params is not None and not request.resumable:
             answers = _unknown(hints) | self._give(request, hints.hints, request.num_tokens)
             self._only[request.request_id] = 0
-            self._ended.append(HintsOnly(request.request_id, answers))
+            self.ended.append(HintsOnly(request.request_id, answers))
             return
         self._hints[request.request_id] = hints
         early = tuple(hint for hint in hints.hints if hint.verb == "prefetch")
@@ -110,7 +111,7 @@ class RequestHints:
 
     def collect(self) -> list[HintsOnly]:
         """The requests with hints alone whose hints the engine got since the last call. The caller ends them."""
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended
 
     def finished(self, request: Request) -> dict[str, Any] | None:
@@ -175,6 +176,8 @@ def _scoped(name: str, request: Request) -> str:
 
 class NoHints:
     """Stands for `RequestHints` where no engine takes hints."""
+
+    ended = ()
 
     def arrived(self, request: Request) -> None:
         """See `RequestHints.arrived`."""

@@ -29,12 +29,8 @@ class BlockingWaits:
         self._timeout_s = timeout_s
         self._clock = clock
         self._log_rarely = LogOnce(again_after_s=_WARN_AGAIN_S)
-        self._pass_ends: float | None = None
-        """Deadline of this pass; None before its first wait."""
-
-    def pass_ended(self) -> None:
-        """The scheduler's pass has ended."""
-        self._pass_ends = None
+        self.pass_ends: float | None = None
+        """Deadline of this pass of the scheduler; None before its first wait. Whoever ends the pass sets it to None."""
 
     def wait(self, question: Question, timeout_s: float, name: str) -> bool:
         """Wait for the answer to the lookup ``name`` of a request. Returns whether the request's own time is over.
@@ -44,12 +40,12 @@ class BlockingWaits:
         now = self._clock()
         if question.waits_until is None:
             question.waits_until = now + timeout_s
-        if self._pass_ends is None:
-            self._pass_ends = now + self._timeout_s
-        rest = min(question.waits_until, self._pass_ends) - now
+        if self.pass_ends is None:
+            self.pass_ends = now + self._timeout_s
+        rest = min(question.waits_until, self.pass_ends) - now
         if rest > 0 and self._session.wait(name, rest):
             return False
-        if question.waits_until > self._pass_ends:
+        if question.waits_until > self.pass_ends:
             return False
         self._log_rarely(
             logging.WARNING,

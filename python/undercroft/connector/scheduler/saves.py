@@ -126,6 +126,8 @@ class Saves:
         self._pending: dict[int, _Pending] = {}
         self._saves: dict[int, _Save] = {}
         """Saves that the workers copy, the oldest first."""
+        self._may_come_late = False
+        """Whether a save was given up before its slots were granted: the grant may come in any later step."""
         self._late: dict[int, _Save] = {}
         """Saves that the workers have not ended in time, which hold no device blocks any more."""
         self._is_stuck = False
@@ -217,7 +219,10 @@ class Saves:
         return []
 
     def poll(self) -> list[SaveResult]:
-        """The results of pending saves since the last call. vLLM calls this in each step."""
+        """The results of pending saves since the last call. Called in each step."""
+        # An engine of this process grants at once, and then nothing is known in most steps.
+        if not (self._pending or self._saves or self._may_come_late):
+            return []
         self._step += 1
         results = []
         try:
@@ -240,6 +245,7 @@ class Saves:
         given_up = []
         for transfer_id in [transfer_id for transfer_id, save in self._pending.items() if now > save.deadline]:
             save = self._pending.pop(transfer_id)
+            self._may_come_late = True
             self._unpin(save)
             self._drop_slots(transfer_id)
             given_up.append(SaveResult(save.request_id, save.num_tokens, True, None))

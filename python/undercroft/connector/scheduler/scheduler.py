@@ -15,6 +15,7 @@ from undercroft.connector.resets import drop_namespace
 from undercroft.connector.scheduler.due_saves import DueSaves
 from undercroft.connector.scheduler.loads import plan_load
 from undercroft.connector.scheduler.lookups import Lookups
+from undercroft.connector.scheduler.next_metadata import NextMetadata
 from undercroft.connector.scheduler.request_table import Requests
 from undercroft.connector.scheduler.running_loads import RunningLoads, end_transfer
 from undercroft.connector.scheduler.saves import Saves
@@ -61,7 +62,6 @@ class SchedulerConnector:
         self._report = report
         self._session = session
         self._groups = groups
-        self._arena = arena
         shareable = Shareable(groups, unique_uuids=config.unique_media_uuids)
         self.steps = Steps(session)
         self._single_flight = SingleFlight(
@@ -70,13 +70,12 @@ class SchedulerConnector:
         self.lookups = Lookups(
             session, groups, config, shareable, self.steps, self._single_flight, counts, needed_tokens
         )
-        self._requests = Requests(config, self.lookups.tails, self.steps, report)
-        self._loading = RunningLoads(session, self._requests, counts, self.lookups.prompt_tokens, report)
-        self._waiting_loads = WaitingLoads(self._requests)
+        self.requests = Requests(config, self.lookups.tails, self.steps, report)
+        self._loading = RunningLoads(session, self.requests, counts, self.lookups.prompt_tokens, report)
+        self._waiting_loads = WaitingLoads(self.requests)
         self._saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
-        self.due_saves = DueSaves(self._saves, self._requests, groups, config, shareable, report)
-        self._metadata = UndercroftMetadata()
-        """The content of the next step's metadata so far."""
+        self.due_saves = DueSaves(self._saves, self.requests, groups, config, shareable, report)
+        self._next = NextMetadata(arena)
         self.completes_local_hits = False
         """Whether vLLM may offer a local hit without states: a load then brings the state at its own boundary."""
         self.origin = KvOrigin()
@@ -102,7 +101,7 @@ class SchedulerConnector:
 
     def _completes(self, request: Request, local_tokens: int) -> bool:
         try:
-            return self.lookups.completes(self._requests.of(request), local_tokens)
+            return self.lookups.completes(self.requests.of(request), local_tokens)
         except Exception as error:
             self._report("get_computed_blocks_for_connector", error)
             return False
@@ -111,34 +110,34 @@ class SchedulerConnector:
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived: start its lookup, and the reads from disk, before the scheduler asks about it."""
-        self.lookups.begin(self._requests.of(request))
+        self.lookups.begin(self.requests.of(request))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The number of tokens after ``num_computed_tokens`` that can be loaded; None while the answer is pending.
 
         vLLM may ask any number of times for the same request, so a call does nothing irrevocable.
         """
-        state = self._requests.of(request)
-        if state.ask(num_computed_tokens, self._requests.epoch) and self._waiting_loads.may_requeue:
+        state = self.requests.of(request)
+        if state.ask(num_computed_tokens, self.requests.epoch) and self._waiting_loads.may_requeue:
             state.question.found = None
             return None, False
         return self.lookups.answer(state, num_computed_tokens)
 
     def unread_tokens(self, request: Request) -> int:
         """Tokens that the last lookup of a request found beyond the device's tokens but did not read."""
-        state = self._requests.get(request.request_id)
+        state = self.requests.get(request.request_id)
         return 0 if state is None else state.question.unread_tokens
 
     def is_reading(self, request: Request) -> bool:
         """Whether a request waits for reads into host memory, or has waited in its open question."""
-        state = self._requests.get(request.request_id)
+        state = self.requests.get(request.request_id)
         return state is not None and state.question.deferred
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The request got its device blocks: load ``num_external_tokens`` into them, or nothing if that is 0."""
         request_id = request.request_id
         try:
-            if (known := self._requests.get(request_id)) is not None:
+            if (known := self.requests.get(request_id)) is not None:
                 self.lookups.prompt_tokens.admitted(known)
         except Exception as error:
             self._report("update_state_after_alloc", error)
@@ -149,7 +148,7 @@ class SchedulerConnector:
                 if known is not None:
                     self.lookups.tails.drop(known)
             return
-        state = self._requests.of(request)
+        state = self.requests.of(request)
         try:
             plan = plan_load(
                 self._session,
@@ -168,7 +167,7 @@ class SchedulerConnector:
         self._loading.begin(request_id, plan)
         self.origin.loads()
         state.saving.saved_tokens = state.num_computed_tokens + num_external_tokens
-        self._metadata.loads.append(plan.job)
+        self._next.jobs.loads.append(plan.job)
         self.steps.computed(state, state.num_computed_tokens + num_external_tokens)
         begin = state.num_computed_tokens
         size = self._groups.engine_block_size
@@ -196,32 +195,29 @@ class SchedulerConnector:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
         """The workers' copies in this step: loads that begin, and saves of blocks that the step fills."""
-        self.lookups.blocking.pass_ended()
-        # If this call fails, the loads stay in `_metadata` for the next step: vLLM waits for them.
-        arena = self._arena()
-        metadata, self._metadata = self._metadata, UndercroftMetadata()
-        metadata.arena_socket, metadata.arena_id = arena.socket, arena.arena_id
-        metadata.arena_session = arena.session
+        self.lookups.blocking.pass_ends = None
         try:
-            self.steps.scheduled(scheduler_output.num_scheduled_tokens)
+            scheduled = scheduler_output.num_scheduled_tokens
+            self.steps.scheduled(scheduled)
             # In most steps no prompt begins.
             if (prompts := self.lookups.prompt_tokens).waiting:
-                prompts.scheduled(scheduler_output.num_scheduled_tokens)
-            self.due_saves.collect(scheduler_output, metadata)
-            runs = bool(scheduler_output.num_scheduled_tokens)
-            if runs:
-                self.origin.computes()
-            self._waiting_loads.after_schedule(runs=runs, transfers=self.has_pending_push_work())
+                prompts.scheduled(scheduled)
+            self.due_saves.collect(scheduler_output, self._next.jobs)
+            if scheduled:
+                self.origin.has_kv = True
+                self._waiting_loads.idle_steps = 0
+            else:
+                self._waiting_loads.after_idle_step(transfers=self.has_pending_push_work())
         except Exception as error:
             self._report("build_connector_meta", error)
-        return metadata
+        return self._next.take()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The workers' reports of a step."""
         if output.invalid_block_ids:
             # Another connector's load into these blocks failed, and undercroft had counted them as computed.
             self._saves.invalidate(output.invalid_block_ids)
-            self._requests.save_again()
+            self.requests.save_again()
         # Each result is reported here only once, so an error at one result must not lose the others.
         failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
@@ -236,7 +232,7 @@ class SchedulerConnector:
     def request_finished(self, request: Request, tables: tuple[list[int], ...]) -> None:
         """The request has finished or was aborted. Its blocks may be freed: blocks that are being saved are pinned."""
         request_id = request.request_id
-        state = self._requests.pop(request_id, None)
+        state = self.requests.pop(request_id, None)
         if state is not None:
             self.steps.gone(state)
         # If the request was aborted during its load, vLLM frees the load's blocks and caches none of them.
@@ -244,7 +240,7 @@ class SchedulerConnector:
         self.lookups.prompt_tokens.gone(request_id)
         try:
             if state is not None:
-                self.due_saves.finish(state, tables, self._metadata)
+                self.due_saves.finish(state, tables, self._next.jobs)
         finally:
             self._session.finish_request(request_id)
             if state is not None:
@@ -252,7 +248,7 @@ class SchedulerConnector:
 
     def register_finished_partial_tail(self, request: Request, offered: list[tuple[int, int, int]]) -> None:
         """States (group, device block, boundary) at the end of a request whose `request_finished` follows."""
-        state = self._requests.get(request.request_id)
+        state = self.requests.get(request.request_id)
         if state is not None:
             self.due_saves.take_partial_tails(state, offered)
 
@@ -266,7 +262,7 @@ class SchedulerConnector:
 
     def idle(self) -> bool:
         """Whether no request and no transfer is known, so that the engine may stop stepping."""
-        return not (self._requests or self._saves or self._loading)
+        return not (self.requests or self._saves or self._loading)
 
     def has_pending_block_frees(self) -> bool:
         """Whether the end of a save will free device blocks, so that vLLM can wait instead of preempting a request."""
@@ -285,13 +281,13 @@ class SchedulerConnector:
         Saves under way are dropped: it is not certain which weights have computed their blocks.
         """
         self._saves.give_up("weights")
-        self._requests.save_again()
+        self.requests.save_again()
         self._session.change_weights(description)
         self.origin.is_private = description is None
 
     def forget_device(self) -> None:
         """Save none of the blocks that the device holds now, drop the references to them, and use no load under way."""
-        self._requests.epoch += 1
+        self.requests.epoch += 1
         try:
             self._loading.give_up()
             self._saves.abandon()
@@ -306,4 +302,4 @@ class SchedulerConnector:
         """vLLM already waits for this load: the workers must report it as failed."""
         state.lookup_failed = True
         self._loading.begin(state.request.request_id, None)
-        self._metadata.failed_loads.append(state.request.request_id)
+        self._next.jobs.failed_loads.append(state.request.request_id)

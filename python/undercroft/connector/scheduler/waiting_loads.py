@@ -26,7 +26,8 @@ class WaitingLoads:
         """``requests``: all requests that the scheduler's half knows."""
         self._requests = requests
         self._manager: KVCacheManager | None = None
-        self._idle_steps = 0
+        self.idle_steps = 0
+        """Successive steps up to now without a token and without a transfer."""
         self.may_requeue = vllm_patches.end_reservations()
         """Whether a request without device blocks may wait behind others: vLLM then reserves no blocks for it."""
 
@@ -46,13 +47,13 @@ class WaitingLoads:
         """vLLM is about to reset its prefix cache, and refuses while blocks are in use."""
         self._free(alone=True)
 
-    def after_schedule(self, *, runs: bool, transfers: bool) -> None:
-        """vLLM has scheduled a step. ``runs``: it has tokens. ``transfers``: a load or save is under way.
+    def after_idle_step(self, *, transfers: bool) -> None:
+        """vLLM has scheduled a step without a token. ``transfers``: a load or save is under way.
 
         If no step runs a token, a session with streaming input may wait for the blocks of loaded requests behind it.
         """
-        self._idle_steps = 0 if runs or transfers else self._idle_steps + 1
-        if self._idle_steps == IDLE_STEPS:
+        self.idle_steps = 0 if transfers else self.idle_steps + 1
+        if self.idle_steps == IDLE_STEPS:
             self._free(alone=False)
 
     def _free(self, *, alone: bool) -> None:

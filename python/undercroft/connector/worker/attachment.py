@@ -59,13 +59,10 @@ class Attachment:
         """Whether the metadata names the arena and session that are attached or being attached."""
         return self.key == _key(metadata)
 
-    def is_only_for(self, metadata: UndercroftMetadata) -> bool:
-        """Whether no arena but that of the metadata is in use or being attached. The watcher releases one whose engine
-        has ended."""
-        if self._early is not None:
-            return False
-        is_unused = self.attached is None and self._attempt is None
-        return is_unused or self.key == _key(metadata)
+    @property
+    def is_turning(self) -> bool:
+        """Whether the next step may bring an arena or its end: one was attached early, or one is leaving."""
+        return self._early is not None or self.leaving is not None
 
     def is_session_over(self, session: int) -> bool:
         """Whether the results of this session's copies count for nothing."""

@@ -18,14 +18,9 @@ class Outcomes:
         self._counters: defaultdict[str, float] = defaultdict(float)
 
     @property
-    def has_reports(self) -> bool:
-        """Whether a load or save has ended that was not reported yet."""
-        return bool(self._received or self._answer.saves_ended)
-
-    @property
-    def has_counters(self) -> bool:
-        """Whether anything was counted since the last call of `take_counters`."""
-        return bool(self._counters)
+    def is_anything(self) -> bool:
+        """Whether a load or save has ended, or anything was counted, that was not taken yet."""
+        return bool(self._received or self._answer.saves_ended or self._counters)
 
     def copied(self, to_arena: bool, size: int, seconds: float) -> None:
         """Count the copies of a job that has run."""
@@ -70,7 +65,7 @@ class Outcomes:
 
     def take_counters(self) -> dict[str, float] | None:
         """Counters since the last call; None if nothing happened."""
-        if not self.has_counters:
+        if not self._counters:
             return None
         counters, self._counters = dict(self._counters), defaultdict(float)
         return counters

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from undercroft._core import Arena
@@ -64,14 +64,34 @@ class _Running(NamedTuple):
 
 
 def _exclusive(method: _Method) -> _Method:
-    """Let the method hold the worker's lock."""
+    """Let the method hold the worker's lock, and note before the lock is free again whether steps need this half.
+
+    Nothing else takes the lock, so no change can leave the note wrong.
+    """
 
     @functools.wraps(method)
     def locked(self: WorkerConnector, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            return method(self, *args, **kwargs)
+        with self.rest.lock:
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self.rest.message = self.rest.jobless if self._has_nothing_left() else None
 
     return cast("_Method", locked)
+
+
+@dataclass(slots=True)
+class _Rest:
+    """Whether steps need nothing of the worker's half. In most steps the hooks read `message` alone, unlocked."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held by each method (`_exclusive`), for a moment: no method but `shutdown`, `release_arena` and those for sleep
+    waits for the device."""
+    jobless: UndercroftMetadata | None = None
+    """The message of the last step that has taken the lock, if it has no jobs."""
+    message: UndercroftMetadata | None = None
+    """The message with which a step needs nothing, since nothing runs and nothing is left to report; None if any step
+    may need something."""
 
 
 class WorkerConnector:
@@ -114,9 +134,7 @@ class WorkerConnector:
         self._next_ticket = 1
         self._outcomes = Outcomes()
         self._watcher: Watcher | None = None
-        self._lock = threading.RLock()
-        """Held by each method, for a moment: no method but `shutdown`, `release_arena` and those for
-        sleep waits for the device."""
+        self.rest = _Rest()
         self._log_once = LogOnce()
 
     @_exclusive
@@ -156,19 +174,15 @@ class WorkerConnector:
         if self._layout is None and self._kv_caches:
             self._layout = device_layout(self._config, self._kv_caches, self._part)
 
-    # Most steps have no transfer. The next methods find that out without the lock, in a comparison or two.
-
+    @_exclusive
     def start_load_kv(self, metadata: UndercroftMetadata) -> None:
         """Start the loads of this step. Raises nothing: a load that cannot start is reported as failed."""
-        is_idle = not (metadata.loads or metadata.saves or metadata.failed_loads or self._running)
-        if not is_idle or not self._arena.is_only_for(metadata):
-            self._start_loads(metadata)
-
-    @_exclusive
-    def _start_loads(self, metadata: UndercroftMetadata) -> None:
+        self.rest.jobless = None
         try:
             if self._arena.leave_old(metadata):
                 self._collect()
+            if not (metadata.loads or metadata.saves or metadata.failed_loads):
+                self.rest.jobless = metadata
         except Exception as error:
             # vLLM waits for the loads of this step even if the old arena cannot be released.
             self._report(error)
@@ -176,40 +190,33 @@ class WorkerConnector:
             self._outcomes.end_load(request_id, ok=False)
         self._start(metadata.loads, metadata, to_arena=False)
 
+    @_exclusive
     def wait_for_save(self, metadata: UndercroftMetadata) -> None:
         """Start the saves of this step. In stream order they follow the forward pass that computes their blocks.
 
         Raises nothing: a save that cannot start is acknowledged as failed.
         """
-        if metadata.saves:
-            with self._lock:
-                self._start(metadata.saves, metadata, to_arena=True)
+        self._start(metadata.saves, metadata, to_arena=True)
 
+    @_exclusive
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads have ended since the last call, and the requests among them whose loads failed."""
-        if self._has_nothing_to_report():
-            return KVConnectorTransferResults()
-        with self._lock:
-            self._collect()
-            return self._outcomes.take_loads()
+        self._collect()
+        return self._outcomes.take_loads()
 
+    @_exclusive
     def build_connector_worker_meta(self) -> UndercroftWorkerMetadata | None:
         """The saves that have ended since the last call; None if there are none."""
-        if self._has_nothing_to_report():
-            return None
-        with self._lock:
-            self._collect()
-            return self._outcomes.take_saves()
+        self._collect()
+        return self._outcomes.take_saves()
 
+    @_exclusive
     def get_kv_connector_stats(self) -> dict[str, float] | None:
         """Counters since the last call (`undercroft.connector.observe.stats.WORKER_KEYS`); None if nothing happened."""
-        if not self._outcomes.has_counters:
-            return None
-        with self._lock:
-            return self._outcomes.take_counters()
+        return self._outcomes.take_counters()
 
-    def _has_nothing_to_report(self) -> bool:
-        return not self._running and self._arena.leaving is None and not self._outcomes.has_reports
+    def _has_nothing_left(self) -> bool:
+        return not (self._running or self._arena.is_turning or self._outcomes.is_anything)
 
     def shutdown(self) -> None:
         """Wait for running copies and release the arena. Idempotent."""
@@ -222,11 +229,14 @@ class WorkerConnector:
 
     def release_arena(self) -> None:
         """Wait for running copies, and release and unpin the arena. The next job attaches it again."""
-        with self._lock:
-            self._arena.end_attempts()
-            self._end_copies()
-            self._set_aside()
+        self._release()
         self._arena.wait_for_unpinning()
+
+    @_exclusive
+    def _release(self) -> None:
+        self._arena.end_attempts()
+        self._end_copies()
+        self._set_aside()
 
     @_exclusive
     def release_unserved(self) -> None:
