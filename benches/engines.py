@@ -7,6 +7,7 @@ import functools
 import statistics
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,18 @@ class FirstToken:
     """Of these, those in the connector's hooks, if `OURS` measures."""
 
 
+DOES_NOTHING = "handle_preemptions"
+"""A hook without a body, which vLLM calls once in each step."""
+
+
 class HookTime:
     """Processor time that this thread spends in the connector's hooks, of all engines."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.by_hook: defaultdict[str, float] = defaultdict(float)
+        """Seconds of each hook."""
+        self.calls: Counter[str] = Counter()
         self._is_inside = False
 
     def measure(self) -> None:
@@ -50,7 +58,19 @@ class HookTime:
             if isinstance(hook, FunctionType) and not name.startswith("_"):
                 setattr(UndercroftConnector, name, self._timed(hook))
 
+    def timer_seconds(self) -> float:
+        """Of `seconds`, those of the timer: the time of as many calls of a hook that does nothing, amid the others."""
+        return self.by_hook[DOES_NOTHING] / max(1, self.calls[DOES_NOTHING]) * self.calls.total()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.seconds = 0.0
+        self.by_hook.clear()
+        self.calls.clear()
+
     def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        name = hook.__name__
+
         @functools.wraps(hook)
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
@@ -59,7 +79,10 @@ class HookTime:
             try:
                 return hook(*args, **kwargs)
             finally:
-                self.seconds += time.thread_time() - start
+                took = time.thread_time() - start
+                self.seconds += took
+                self.by_hook[name] += took
+                self.calls[name] += 1
                 self._is_inside = False
 
         return timed

@@ -2,9 +2,10 @@
 
     python benches/hooks.py [--steps 100] [--json]
 
-"decode N": the hooks of one step in which N requests decode, and each fills a block in every 32nd step. "device hit":
-the hooks of a request of `LONG` blocks that are all on the device, from its arrival to its first token. Each figure is
-the median of `ROUNDS` rounds, in microseconds of processor time of the thread that runs vLLM's steps.
+"decode N": the hooks of one step in which N requests decode, and each fills a block in every 32nd step. "decode N
+timer": the part of it that is the timer's own. "device hit": the hooks of a request of `LONG_TOKENS` tokens that are
+all on the device, from its arrival to its first token. Each figure is the median of `ROUNDS` rounds, in microseconds of
+processor time of the thread that runs vLLM's steps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from engines import OURS, Runner
 
@@ -22,26 +24,34 @@ from real_engine import Engine, prompt, set_environment
 
 BLOCK = 32
 BATCHES = (1, 4, 16)
-LONG = 120
+LONG_TOKENS = 120 * BLOCK
 ROUNDS = 5
 
 
-def decode_us(engine: Engine, batch: int, steps: int, seed: int) -> float:
-    """The hooks of one step, of ``steps`` steps in which no request ends or begins."""
+class Decoded(NamedTuple):
+    """Seconds of the hooks of a number of steps in which no request ends or begins."""
+
+    hooks: float
+    timer: float
+    """Of these, those of the timer."""
+
+
+def decode(engine: Engine, batch: int, steps: int, seed: int) -> Decoded:
+    """Let ``batch`` requests decode for a number of steps."""
     for index in range(batch):
         ids = prompt(2 * BLOCK + 1, seed=seed + index)
         add(engine, f"{seed}-{index}", ids, steps + 16)
     core = engine.llm.llm_engine
     while any(request.num_output_tokens == 0 for request in engine.scheduler.requests.values()):
         core.step()
-    start, steps_before = OURS.seconds, engine.steps
+    OURS.forget()
     for _ in range(steps):
         core.step()
-    took = (OURS.seconds - start) / (engine.steps - steps_before)
+    took = Decoded(OURS.seconds, OURS.timer_seconds())
     while core.has_unfinished_requests():
         core.step()
     engine.idle_steps()
-    return took * 1e6
+    return took
 
 
 def measure(steps: int) -> dict[str, float]:
@@ -59,10 +69,11 @@ def measure(steps: int) -> dict[str, float]:
         for _ in range(ROUNDS):
             for batch in BATCHES:
                 with runner as engine:
-                    took = decode_us(engine, batch, steps, seed)
-                taken.setdefault(f"decode_{batch}_us", []).append(took)
+                    took = decode(engine, batch, steps, seed)
+                taken.setdefault(f"decode_{batch}_us", []).append(took.hooks / steps * 1e6)
+                taken.setdefault(f"decode_{batch}_timer_us", []).append(took.timer / steps * 1e6)
                 seed += batch
-        ids = prompt(LONG * BLOCK + 1, seed=seed)
+        ids = prompt(LONG_TOKENS + 1, seed=seed)
         runner.first_token(ids)
         hits = [runner.first_token(ids).ours_seconds * 1e6 for _ in range(ROUNDS)]
         taken["device_hit_us"] = hits
