@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
@@ -13,7 +16,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 from vllm.v1.kv_offload.base import LookupResult
 
 from test_vllm_tier import HASH, HASHES, chunks, full, key, state, window
-from undercroft.vllm_tier.chunks import why_unsupported
+from undercroft.vllm_tier.chunks import Chunks, why_unsupported
+from undercroft.vllm_tier.options import parse
+from undercroft.vllm_tier.prompts import Prompts
+from undercroft.vllm_tier.tier import UndercroftTier
+
+if TYPE_CHECKING:
+    from undercroft.connector.scheduler.shareable import Shareable
+    from undercroft.embed import Cache
 
 WINDOWS: Any = config if hasattr(config, "get_sliding_window_size_in_chunks") else offloading
 """The module that has the function: `config` since vLLM 0.33."""
@@ -35,37 +45,62 @@ def group_config(index: int, spec: Any, is_draft: bool) -> Any:
     )
 
 
+ENDS = range(HASH, TOKENS + 1, HASH)
+
+
+class Vllm:
+    """vLLM's own lookup of a prompt, which asks ``lookup`` for each chunk."""
+
+    def __init__(self, specs: list[Any], drafts: list[int], lookup: Callable[[bytes, Any], LookupResult]) -> None:
+        ends = {key(group, end // HASH): end for group in range(len(specs)) for end in ENDS}
+        self.context: Any = SimpleNamespace(get_offload_key_position=ends.get, req_id="r")
+        self.groups = [group_config(index, spec, index in drafts) for index, spec in enumerate(specs)]
+        self.keys = [[key(group, end // HASH) for end in ENDS] for group in range(len(specs))]
+        scheduler: Any = object.__new__(offloading.OffloadingConnectorScheduler)
+        scheduler.config = SimpleNamespace(kv_group_configs=self.groups, blocks_per_chunk=1)
+        scheduler.manager = SimpleNamespace(lookup=lookup)
+        scheduler._events_tracker = SimpleNamespace(record_lookup=lambda *_: None)
+        scheduler._chunks_being_loaded = set()
+        windows = tuple(g.group_idx for g in self.groups if g.sliding_window_size_in_chunks)
+        scheduler._sliding_window_groups = windows
+        scheduler._lookup_groups = (
+            *(g.group_idx for g in self.groups if not g.sliding_window_size_in_chunks),
+            *windows,
+        )
+        scheduler._mamba_align_size = HASH if any(isinstance(spec, MambaSpec) for spec in specs) else None
+        self.scheduler = scheduler
+
+    def hit(self) -> int | None:
+        """Where the hit ends. None: vLLM asks again in its next step."""
+        status = SimpleNamespace(
+            num_locally_computed_tokens=0,
+            max_load_tokens=None,
+            req=SimpleNamespace(num_tokens=TOKENS + 1, request_id="r"),
+            req_context=self.context,
+            group_states=[SimpleNamespace(offload_keys=own) for own in self.keys],
+        )
+        found = self.scheduler._lookup_complete_chunks(status)
+        return None if found is None else int(found)
+
+    def loads(self, hit: int) -> set[bytes]:
+        """The chunks that vLLM loads for a hit."""
+        found = set()
+        for group, own in zip(self.groups, self.keys, strict=True):
+            size = group.load_window_size_in_chunks(hit)
+            loaded = own[: hit // HASH]
+            found.update(loaded if size is None else loaded[-size:])
+        return found
+
+
 def vllms_hit(specs: list[Any], drafts: list[int], boundary: int) -> int:
     """The tokens that vLLM hits if the engine has found a hit of ``boundary`` tokens. Asserts that vLLM loads only what
     the tier has answered with."""
-    ends = {key(group, end // HASH): end for group in range(len(specs)) for end in range(HASH, TOKENS + 1, HASH)}
-    context: Any = SimpleNamespace(get_offload_key_position=ends.get)
-    served = chunks(specs, drafts=drafts).served(context, HASHES, 0, boundary)
-    groups = [group_config(index, spec, index in drafts) for index, spec in enumerate(specs)]
-    scheduler: Any = object.__new__(offloading.OffloadingConnectorScheduler)
-    scheduler.config = SimpleNamespace(kv_group_configs=groups, blocks_per_chunk=1)
-    scheduler.manager = SimpleNamespace(lookup=lambda one, _: LookupResult.HIT if one in served else LookupResult.MISS)
-    scheduler._events_tracker = SimpleNamespace(record_lookup=lambda *_: None)
-    scheduler._chunks_being_loaded = set()
-    scheduler._sliding_window_groups = tuple(g.group_idx for g in groups if g.sliding_window_size_in_chunks)
-    scheduler._lookup_groups = (
-        *(g.group_idx for g in groups if not g.sliding_window_size_in_chunks),
-        *scheduler._sliding_window_groups,
-    )
-    scheduler._mamba_align_size = HASH if any(isinstance(spec, MambaSpec) for spec in specs) else None
-    keys = [[one for one in ends if one[-4:] == key(group)[-4:]] for group in range(len(specs))]
-    status = SimpleNamespace(
-        num_locally_computed_tokens=0,
-        max_load_tokens=None,
-        req=SimpleNamespace(num_tokens=TOKENS + 1, request_id="r"),
-        req_context=context,
-        group_states=[SimpleNamespace(offload_keys=own) for own in keys],
-    )
-    hit = int(scheduler._lookup_complete_chunks(status))
-    for group, own in zip(groups, keys, strict=True):
-        loaded = own[: hit // HASH]
-        size = group.load_window_size_in_chunks(hit)
-        assert set(loaded if size is None else loaded[-size:]) <= set(served), group
+    served: dict[bytes, Any] = {}
+    vllm = Vllm(specs, drafts, lambda one, _: LookupResult.HIT if one in served else LookupResult.MISS)
+    served.update(chunks(specs, drafts=drafts).served(vllm.context, HASHES, 0, boundary))
+    hit = vllm.hit()
+    assert hit is not None
+    assert vllm.loads(hit) <= set(served)
     return hit
 
 
@@ -94,3 +129,62 @@ def test_no_hit_beside_a_draft_ends_at_a_state_so_the_tier_is_off() -> None:
         ]
         found = why_unsupported(KVCacheConfig(1, [], groups), [0, 1])
         assert (found is not None and "draft" in found) == is_off
+
+
+def tier_with(made: Chunks, boundary: int) -> Any:
+    """A tier whose engine has all chunks of a prompt as far as ``boundary``."""
+
+    def lookup(_: str, chain: list[bytes], begin: int, limit: int, __: Any, least: int, *___: Any) -> Any:
+        end = min(len(chain) * HASH, limit, boundary)
+        return SimpleNamespace(pending=False, shared_tokens=end, tokens=end if end > begin and end >= least else 0)
+
+    session = SimpleNamespace(lookup=lookup, rest=lambda _: ("complete", None), end_lookup=lambda _: None)
+    cache = SimpleNamespace(session=session, forget=lambda _: None)
+    shareable = SimpleNamespace(limit=lambda _: made.groups.align(TOKENS))
+    tier: Any = object.__new__(UndercroftTier)
+    tier._chunks, tier._cache = made, cache
+    tier._prompts = Prompts(cast("Cache", cache), made, cast("Shareable", shareable), parse({}, HASH), 1 << 20)
+    tier._prompts.steps = SimpleNamespace(arrived=lambda _: None, queued=lambda _: 0)
+    tier._prompts.add(SimpleNamespace(request_id="r", kv_transfer_params=None, block_hashes=HASHES))
+    return tier
+
+
+def vllms_lookup(tier: Any, host: set[bytes], promoted: set[bytes], one: bytes, context: Any) -> LookupResult:
+    """As vLLM's host memory answers with a tier below."""
+    if one in host:
+        return LookupResult.HIT
+    found: LookupResult = tier.lookup(one, context)
+    if found is not LookupResult.HIT:
+        return found
+    promoted.add(one)
+    return LookupResult.HIT_PENDING
+
+
+@pytest.mark.parametrize(
+    "specs", [[full()], [full(), window(33)], [window(16), full(), window(100)], [full(), state()]], ids=len
+)
+def test_a_hit_does_not_depend_on_what_vllms_host_memory_has(specs: list[Any]) -> None:
+    """It has any part of the prompt: other prompts have loaded the beginning, and chunks of their own ends."""
+    order = random.Random(0)
+    for _ in range(200):
+        boundary = order.choice(ENDS)
+        tier, host, promoted = tier_with(chunks(specs), boundary), set[bytes](), set[bytes]()
+        vllm = Vllm(specs, [], partial(vllms_lookup, tier, host, promoted))
+        for own, group in zip(vllm.keys, vllm.groups, strict=True):
+            known = own[: boundary // HASH]
+            if group.sliding_window_size_in_chunks is None:
+                host.update(known[: order.randint(0, len(known))])
+            else:
+                host.update(one for one in known if order.random() < 0.5)
+        hit, steps = vllm.hit(), 0
+        while hit is None:
+            # The step's loads end before the next one.
+            host.update(promoted)
+            if promoted:
+                tier._prompts.loads(tier._prompts.known["r"])
+            promoted.clear()
+            tier._prompts.step_ends()
+            hit, steps = vllm.hit(), steps + 1
+        assert hit == boundary
+        assert vllm.loads(hit) <= host
+        assert steps <= 3

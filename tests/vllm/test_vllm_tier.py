@@ -73,6 +73,36 @@ def test_windows_and_states_come_back_after_a_restart(
     assert stats(second)["disk_reads"] > 0
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_hit_ends_in_what_vllm_has_loaded_for_another_prompt(
+    name: str, engine: Make, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """vLLM's host memory has the beginning, and of windows and states only what the longer prompt needs at its end."""
+    model = Model(name, request.getfixturevalue(name), *MODELS[name])
+    options = extra_config(tmp_path / "cache", cpu_bytes_to_use=256 << 20)
+    settings = {"dtype": model.dtype, "blocks": 96, **OFFLOADING}
+    size = model.block
+    base, long = model.ids(3, extra=9), model.ids(5, extra=9)
+    ends_there = base[: 3 * size] + prompt(size + 50, seed=7)
+    goes_on = base[: 3 * size] + prompt(size + 9, seed=6)
+    first, whole = engine(model.directory, options, **settings), {}
+    for ids in (base, long, goes_on):
+        whole[len(ids)] = first.generate(ids, TOKENS, logprobs=BEST)
+        settled(first)
+    whole[len(ends_there)] = first.generate(ends_there, TOKENS, logprobs=BEST, cache_salt="alone")
+    settled(first)
+    first.close()
+    for ids, blocks in ((ends_there, 3), (goes_on, 4)):
+        second = engine(model.directory, options, **settings)
+        for asked, hit in ((long, 5), (ids, blocks)):
+            again = second.generate(asked, TOKENS, logprobs=BEST)
+            assert model.same(again, whole[len(asked)])
+            assert again.cached == hit * size
+            settled(second)
+        assert stats(second)["load_failures"] == 0
+        second.close()
+
+
 def test_a_chunk_of_several_blocks(engine: Make, llama: Path, reference: References, tmp_path: Path) -> None:
     options = extra_config(tmp_path / "cache", blocks_per_chunk=2)
     saved(engine, llama, options, LONG)

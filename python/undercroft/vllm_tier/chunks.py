@@ -175,6 +175,11 @@ class Chunks:
                     found[key] = place
         return found
 
+    def first_at_end(self, boundary: int) -> int:
+        """Tokens before the first chunk of a window or a state that a hit of ``boundary`` tokens needs."""
+        groups = (one for one in self.engine_groups if one.kind != "full")
+        return min((one.needed(boundary).start * one.block_tokens for one in groups), default=boundary)
+
     @staticmethod
     def blocks(places: Iterable[Place], addresses: Iterable[int]) -> list[Blocks]:
         """Rows with their blocks, for the cache."""

@@ -41,6 +41,8 @@ _FINAL = frozenset(
 """Reasons of an answer for which a load of its hit leaves nothing more to find."""
 _BEYOND = 1 << 62
 """More tokens than any prompt has."""
+_MOST = 1 << 30
+"""As many tokens as no hit has: a lookup that needs so many reads nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +55,9 @@ class Hit:
     """Where the hit ends at the latest, in tokens."""
     end: int = 0
     """Where it ends, in tokens."""
+    reach: int = _BEYOND
+    """It begins at so many tokens at the latest: vLLM's host memory has full attention behind them, and lacks chunks
+    that end a hit. Until the prompt runs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -175,25 +180,67 @@ class Prompts:
             self._ask(prompt)
         return prompt.is_pending
 
-    def look(self, prompt: Prompt, begin: int) -> None:
-        """Let the prompt have its answer for this step. ``begin``: tokens before the first chunk that vLLM lacks."""
+    def look(self, prompt: Prompt, place: Place) -> None:
+        """Let the prompt have its answer for this step. ``place``: the first chunk that vLLM lacks."""
         prompt.step = self.step
         hit, waits = prompt.hit, prompt.waits
         now = waits.walked_at = time.monotonic()
         if waits.asked_at is None:
             waits.asked_at = now
         late = now - waits.asked_at > _WAIT_MAX_S or waits.tries > _TRIES_MAX
-        if prompt.is_held and not late:
-            prompt.has_room = self.finds_room(len(prompt.served))
-            return
-        hit.begin = begin // self._groups.engine_block_size * self._groups.engine_block_size
         # A longer hit would evict its own beginning from vLLM's host memory.
         most = self._groups.align(prompt.computed) + self._most_tokens
         hit.limit = min(self._shareable.limit(prompt.request), most)
+        begin = self._begin(prompt, place)
+        if prompt.is_held and hit.begin <= begin and not late:
+            prompt.has_room = self.finds_room(len(prompt.served))
+            return
+        hit.begin = begin
         if late or hit.limit <= hit.begin:
             self.drop(prompt)
         else:
             self._ask(prompt)
+
+    def _begin(self, prompt: Prompt, place: Place) -> int:
+        """The tokens before the first block that is to be loaded."""
+        group = self._chunks.engine_groups[place.engine_group]
+        begin = max(prompt.computed, place.end - group.block_tokens) if group.kind == "full" else prompt.computed
+        if (reach := prompt.hit.reach) < _BEYOND:
+            begin = min(begin, reach) if group.kind == "full" else reach
+        return self._floor(begin)
+
+    def _floor(self, tokens: int) -> int:
+        return tokens // self._groups.engine_block_size * self._groups.engine_block_size
+
+    def reaches_back(self, prompt: Prompt, place: Place) -> bool:
+        """vLLM lacks a chunk that is not in the answer of this step. Whether a later answer may have it.
+
+        vLLM's host memory may have the beginning of a prompt for another prompt, whose hit ends elsewhere, and not the
+        chunks of windows and states that a hit of this prompt needs at its end.
+        """
+        group, hit = self._chunks.engine_groups[place.engine_group], prompt.hit
+        if group.kind == "full" or place.end > hit.begin:
+            return False
+        if prompt.is_held:
+            end, reach = hit.end, max(prompt.computed, self._chunks.first_at_end(hit.end))
+        else:
+            # A hit may end in what vLLM has. All of it counts for the plan, so the reads have all, too.
+            if prompt.known_end > hit.begin:
+                prompt.known_end = self._deepest(prompt, hit.begin)
+            end, reach = prompt.known_end, prompt.computed
+        if place.number not in group.needed(end):
+            return False
+        hit.reach = min(hit.reach, reach)
+        # vLLM may ask for a chunk several times in a step.
+        return self._floor(hit.reach) < hit.begin
+
+    def _deepest(self, prompt: Prompt, limit: int) -> int:
+        """Where the deepest hit may end at ``limit`` tokens at the latest, as far as the index knows. Reads nothing."""
+        # The engine asks a remote store for no prompt whose name goes on behind a zero.
+        name = f"{prompt.request.request_id}\0"
+        found = self._cache.session.lookup(name, self.chain(prompt), 0, limit, None, _MOST)
+        self._cache.forget(name)
+        return 0 if found.pending else found.shared_tokens
 
     def _ask(self, prompt: Prompt) -> None:
         """Ask the engine."""
@@ -211,7 +258,7 @@ class Prompts:
         prompt.is_pending = found.pending
         if found.pending:
             return
-        hit.end = found.tokens
+        hit.end, prompt.served = found.tokens, {}
         prompt.is_held = found.tokens > hit.begin
         if prompt.is_held and prompt.context is not None:
             prompt.served = self._chunks.served(prompt.context, prompt.request.block_hashes, hit.begin, hit.end)
@@ -260,7 +307,8 @@ class Prompts:
             self.drop(prompt)
             self._leave(prompt)
             waits = prompt.waits
-            waits.asked_at, waits.crowded_at, waits.tries, prompt.known_end = None, None, 0, _BEYOND
+            waits.asked_at, waits.crowded_at, waits.tries = None, None, 0
+            prompt.known_end = prompt.hit.reach = _BEYOND
 
     def finished(self, request_id: str) -> None:
         """A request has finished, and all its loads and saves have begun."""
@@ -279,4 +327,4 @@ class Prompts:
         for prompt in self.known.values():
             self.drop(prompt)
             self._leave(prompt)
-            prompt.known_end = _BEYOND
+            prompt.known_end = prompt.hit.reach = _BEYOND

@@ -322,7 +322,8 @@ class UndercroftTier(SecondaryTierManager):
         if prompt.is_pending:
             return LookupResult.RETRY
         if key not in prompt.served:
-            return LookupResult.MISS
+            reaches_back = prompt.hit.begin > prompt.computed and self._reaches_back(prompt, key, req_context)
+            return LookupResult.RETRY if reaches_back else LookupResult.MISS
         if prompt.has_room or prompts.finds_room(1):
             return LookupResult.HIT
         # After this answer vLLM would have no place for the chunk, and would take it for a miss.
@@ -335,11 +336,16 @@ class UndercroftTier(SecondaryTierManager):
         place = self._chunks.place(key, req_context.get_offload_key_position(key), prompt.request.block_hashes)
         if place is None or place.end > prompt.known_end:
             return False
-        group = self._chunks.engine_groups[place.engine_group]
         prompt.context = req_context
-        is_full = group.kind == "full"
-        self._prompts.look(prompt, max(prompt.computed, place.end - group.block_tokens) if is_full else prompt.computed)
+        self._prompts.look(prompt, place)
         return True
+
+    @fail_open(bool)
+    def _reaches_back(self, prompt: Prompt, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Whether a later answer may have a chunk that this step's lacks."""
+        assert self._prompts is not None
+        place = self._chunks.place(key, req_context.get_offload_key_position(key), prompt.request.block_hashes)
+        return place is not None and self._prompts.reaches_back(prompt, place)
 
     # Jobs
 
