@@ -41,21 +41,31 @@ def start(model_root: Path) -> Iterator[Start]:
 def test_the_drafts_layers_come_back_after_a_restart(method: str, start: Start, tmp_path: Path) -> None:
     model = Model("", Path(), "float32", BLOCK, 0)
     first = start(method, tmp_path / "cache")
+    # vLLM 0.33 has hashes that cover the next token, so that a prompt's last block has none. Its offloading wants a key
+    # of each whole chunk.
+    assert getattr(first.core.vllm_config, "num_hash_lookahead_tokens", 0) == 0
     cold = first.generate(model.ids(4), TOKENS, logprobs=BEST)
     assert cold.cached == 0
     settled(first)
     turn = model.ids(4) + cold.tokens + prompt(2 * BLOCK, seed=5)
-    whole = first.generate(turn, TOKENS, logprobs=BEST)
-    settled(first)
-    warm = first.generate(turn, TOKENS, logprobs=BEST)
-    assert model.same(warm, whole)
-    assert warm.cached >= 5 * BLOCK, "of vLLM's own host memory"
-    settled(first)
+    prompts = {"turn": turn, "whole": model.ids(5, extra=0, seed=3), "a token more": model.ids(5, seed=4)}
+    whole, warm, again = {}, {}, {}
+    for name, ids in prompts.items():
+        whole[name] = first.generate(ids, TOKENS, logprobs=BEST)
+        settled(first)
+        warm[name] = first.generate(ids, TOKENS, logprobs=BEST)
+        assert model.same(warm[name], whole[name])
+        settled(first)
     first.close()
     second = start(method, tmp_path / "cache")
-    again = second.generate(turn, TOKENS, logprobs=BEST)
-    assert model.same(again, whole)
-    assert again.cached == warm.cached, "as many as vLLM's own host memory would bring"
-    settled(second)
+    for name, ids in prompts.items():
+        again[name] = second.generate(ids, TOKENS, logprobs=BEST)
+        assert model.same(again[name], whole[name])
+        settled(second)
+    # vLLM leaves out the draft's last chunk, so that its hit ends a chunk earlier. Of a window it keeps the chunks that
+    # end with the prompt's last whole chunk, or a chunk earlier if the prompt ends there: only then has it the window
+    # of its own hit. The tier's hit ends a chunk later, where it has none.
+    assert {name: one.cached // BLOCK for name, one in warm.items()} == {"turn": 5, "whole": 4, "a token more": 0}
+    assert {name: one.cached // BLOCK for name, one in again.items()} == {"turn": 5, "whole": 0, "a token more": 0}
     assert stats(second)["disk_reads"] > 0
     assert stats(second)["checksum_failures"] == stats(second)["load_failures"] == 0
