@@ -252,6 +252,20 @@ BENCHES ?=
 compare:  ## Speed of this checkout against that of another commit: BASE=commit, ROUNDS=5, BENCHES="lookup disk"
 	@$(PYTHON) tools/compare.py --rounds '$(ROUNDS)' --benches '$(BENCHES)' -- '$(BASE)'
 
+# Other caches, each in an environment of its own; one that cannot be installed is a row of the table that says so.
+PEER_VENVS := .venv-peers
+# `make compare-peers PEERS_ARGS='--rounds 1 --only embedded,lmcache'`; an unfinished run goes on.
+PEERS_ARGS ?=
+
+.PHONY: compare-peers
+compare-peers: build  ## undercroft beside vLLM alone, vLLM's own tiers and LMCache: times, hits, answers (idle machine; 5 GB once, 15 minutes)
+	@$(UV_ENV); test -e $(PEER_VENVS)/lmcache/.done || { \
+	  echo "Installing LMCache into $(PEER_VENVS) (some gigabytes the first time)"; mkdir -p $(PEER_VENVS); \
+	  uv venv --quiet --clear $(PEER_VENVS)/lmcache && uv pip install --quiet $(OVERRIDES) \
+	    --python $(PEER_VENVS)/lmcache/bin/python '$(VLLM)' lmcache==0.5.6 2> $(PEER_VENVS)/lmcache.log && \
+	  touch $(PEER_VENVS)/lmcache/.done || { cat $(PEER_VENVS)/lmcache.log >&2; rm -rf $(PEER_VENVS)/lmcache; }; }
+	@$(BIN)/python benches/peers $(PEERS_ARGS)
+
 # `make perf-gate RECORD=1` also writes the figures; `BASE=commit` replaces the baseline's commit.
 RECORD ?=
 

@@ -1,5 +1,5 @@
-"""vLLM's tiered offloading on the CPU platform, loaded through ``spec_module_path``. Everything is vLLM's own but the
-copy between the device's blocks and the host memory, for which vLLM needs a GPU."""
+"""vLLM's offloading, with tiers and without, on the CPU platform, loaded through ``spec_module_path``. Everything is
+vLLM's own but the copy between the device's blocks and the host memory, for which vLLM needs a GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.cpu.gpu_worker import (
     compute_sub_block_ptrs,
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
@@ -113,13 +114,11 @@ class CpuTierWorker(OffloadingWorker):
         self._region.cleanup()
 
 
-class CpuTieringSpec(TieringOffloadingSpec):
-    """The specification of vLLM with another worker."""
+class CpuOffloadingSpec(CPUOffloadingSpec):
+    """The specification of vLLM without further tiers, with another worker."""
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         if not self._worker:
-            if self.config.canonical_layout:
-                self._validate_canonical_refs(kv_caches)
             region = SharedOffloadRegion(
                 engine_id=self.config.engine_id,
                 num_chunks=self.num_chunks,
@@ -131,3 +130,12 @@ class CpuTieringSpec(TieringOffloadingSpec):
                 kv_caches, self.blocks_per_chunk, region, canonical_layout=self.config.canonical_layout
             )
         return self._worker
+
+
+class CpuTieringSpec(CpuOffloadingSpec, TieringOffloadingSpec):
+    """The specification of vLLM with tiers, with another worker."""
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        if self.config.canonical_layout and not self._worker:
+            self._validate_canonical_refs(kv_caches)
+        return super().get_worker(kv_caches)
