@@ -61,7 +61,7 @@ def rank(fake: Fake, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_copies_end_before_the_memory_goes_and_go_on_after_it_is_back(fake: Fake, rank: Rank, level: int) -> None:
+def test_copies_end_before_sleep_and_resume_after_the_memory_is_back(fake: Fake, rank: Rank, level: int) -> None:
     worker: Any = sleeping_worker(fake, rank)
     worker.model_runner = SimpleNamespace(model=torch.nn.Module())
     worker.get_draft_model = lambda: None

@@ -153,7 +153,7 @@ def test_an_alert_fires_when_its_reason_is_there(
 
 
 @pytest.mark.parametrize("interval", ["15s", "1m"])
-def test_an_order_is_marked_whatever_the_interval_of_the_scrapes(interval: str, tmp_path: Path) -> None:
+def test_an_order_is_marked_with_any_interval_of_the_scrapes(interval: str, tmp_path: Path) -> None:
     (marks,) = json.loads((RULES.parent / "grafana.json").read_text())["annotations"]["list"]
     expression = marks["expr"].replace("$instance", ".*")
     counter = 'vllm:undercroft_orders_total{instance="host",verb="clear"}'

@@ -20,7 +20,7 @@ def announcement(directory: Path, engine_id: str = "engine") -> Announcement:
     return Announcement(UndercroftConfig.parse({"socket_dir": str(directory)}), engine_id)
 
 
-def test_the_other_half_reads_what_was_written_until_it_is_withdrawn(tmp_path: Path) -> None:
+def test_the_worker_reads_an_announcement_until_it_is_withdrawn(tmp_path: Path) -> None:
     scheduler, worker = announcement(tmp_path / "run"), announcement(tmp_path / "run")
     assert worker.read() is None
     scheduler.write(ADDRESS)
@@ -42,7 +42,7 @@ def test_an_engine_that_is_not_there_yet_is_not_announced(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"socket": "/run", "arena_id": null, "session": 1}'])
-def test_a_damaged_file_tells_nothing(tmp_path: Path, text: str) -> None:
+def test_a_damaged_file_gives_no_announcement(tmp_path: Path, text: str) -> None:
     one = announcement(tmp_path)
     one.write(ADDRESS)
     [file] = tmp_path.iterdir()

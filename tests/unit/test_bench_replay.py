@@ -29,7 +29,7 @@ def test_a_tier_that_holds_everything_stores_each_block_once(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("policy", ["lru", "leafhd"])
-def test_the_disk_holds_what_memory_cannot(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_more_than_doubles_the_hits_of_memory(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     alone = replay(capsys, "--host-blocks", "512", "--policy", policy)
     both = replay(capsys, "--host-blocks", "512", "--disk-blocks", "100000", "--policy", policy)
     assert both["hit_percent"] > 2 * alone["hit_percent"]

@@ -19,7 +19,7 @@ server = server_of(FakeVllm)
 
 
 @pytest.mark.parametrize("has_reset", [True, False])
-def test_cold_and_warm_are_told_apart(
+def test_cold_and_warm_requests_are_timed_apart(
     has_reset: bool, server: tuple[FakeVllm, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake, url = server
@@ -43,7 +43,7 @@ def test_cold_and_warm_are_told_apart(
     assert len(set(fake.prompts)) >= 2 * 5
 
 
-def test_what_is_not_said_is_asked_for_or_left_out(
+def test_figures_that_the_server_lacks_are_required_or_left_out(
     server: tuple[FakeVllm, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake, url = server
@@ -118,7 +118,7 @@ def with_body(body: bytes, length: int | None = None) -> bytes:
         (with_body(b'data: {"choices": [1], "usage": {"tokens": 1}}\n\n'), "is it a vLLM server"),
     ],
 )
-def test_a_server_that_is_no_vllm_is_told_so(answer: bytes, said: str) -> None:
+def test_the_client_reports_a_server_that_is_no_vllm(answer: bytes, said: str) -> None:
     with saying(answer) as url:
         client = VllmClient(url, None)
         for ask in (
@@ -137,6 +137,6 @@ def test_a_server_that_is_no_vllm_is_told_so(answer: bytes, said: str) -> None:
                     request()
 
 
-def test_an_address_that_is_none_is_told() -> None:
+def test_an_invalid_address_is_reported() -> None:
     with pytest.raises(CommandError, match="does not answer"):
         VllmClient("http://a b", None).model()

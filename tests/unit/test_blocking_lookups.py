@@ -39,7 +39,7 @@ def test_blocking_lookup_that_runs_out_of_time_loads_nothing():
     assert world.counts.collect()["counters"] == {"lookups_timed_out": 1}
 
 
-def test_blocking_lookup_that_runs_out_of_time_loads_what_host_memory_has(caplog):
+def test_a_blocking_lookup_that_times_out_loads_the_part_in_host_memory(caplog):
     world = World(lookup="blocking", lookup_timeout_ms=40)
     prefix = tokens(4 * BLOCK)
     world.prefill(Request("a", prefix))
@@ -100,7 +100,7 @@ def test_all_blocking_lookups_of_one_pass_wait_for_one_timeout_together():
     assert world.counts.collect()["counters"] == {"lookups_timed_out": 32}
 
 
-def test_a_later_request_of_a_pass_has_what_the_disk_read_meanwhile():
+def test_a_later_request_of_a_pass_hits_blocks_that_were_promoted_meanwhile():
     world = World(lookup="blocking", lookup_timeout_ms=50)
     prompts = [tokens(4 * BLOCK, seed=seed) for seed in range(2)]
     for index, prefix in enumerate(prompts):

@@ -18,7 +18,9 @@ def check(capsys: pytest.CaptureFixture[str], argument: str, code: int = 0) -> d
     return found
 
 
-def test_what_vllm_starts_with_is_told_and_nothing_is_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_config_reports_the_values_of_a_start_and_creates_no_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     store = tmp_path / "store"
     options = {"host_memory": "64MiB", "disk_path": str(store), "disk_capacity": "32MiB"}
     found = check(capsys, json.dumps(options))
@@ -78,7 +80,7 @@ def test_a_remote_store_that_cannot_be_used_now_is_a_warning(
         ('{"kv_connector": "UndercroftConnector", "kv_role": "kv_producer"}', "kv_both"),
     ],
 )
-def test_what_vllm_refuses_is_exit_code_2_and_one_line(
+def test_a_refused_configuration_is_exit_code_2_and_one_line(
     argument: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["check-config", argument]) == 2
@@ -87,7 +89,7 @@ def test_what_vllm_refuses_is_exit_code_2_and_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_directory_that_is_refused_is_told_before_the_start(
+def test_check_config_reports_a_directory_that_the_start_refuses(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "readme.txt").touch()

@@ -52,7 +52,7 @@ def test_a_disk_path_that_cannot_be_written_fails() -> None:
     assert system.direct_io(Path("/proc")).status == "fail"
 
 
-def test_doctor_says_of_a_directory_what_serve_does_with_it(tmp_path: Path) -> None:
+def test_doctor_predicts_the_use_of_a_directory_at_a_start(tmp_path: Path) -> None:
     def judged(path: Path) -> tuple[str, str]:
         (check,) = system.stores(UndercroftConfig.parse({"disk_path": str(path)}, {}), "vllm")
         return check.status, check.found
@@ -100,7 +100,7 @@ def test_doctor_says_of_a_directory_what_serve_does_with_it(tmp_path: Path) -> N
         ("/mnt/x", "xfs", None),
     ],
 )
-def test_a_directory_that_is_on_no_disk_of_its_own_is_told(
+def test_doctor_warns_of_a_directory_on_no_disk_of_its_own(
     mount: str, kind: str, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(system, "_mount", lambda _path: (mount, kind))
@@ -109,7 +109,7 @@ def test_a_directory_that_is_on_no_disk_of_its_own_is_told(
     assert said is None or said in found[0].found
 
 
-def test_doctor_checks_what_its_role_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_doctor_checks_the_needs_of_its_role(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     disks = [word for name in ("a", "b") for word in ("--disk-path", str(tmp_path / name))]
     code, report = run_json(capsys, "doctor", "--role", "serve", "--disk-capacity", "64MiB", *disks)
     names = [check["name"] for check in report["checks"]]
@@ -166,7 +166,7 @@ def test_io_uring_is_judged_by_the_core(monkeypatch: pytest.MonkeyPatch) -> None
     assert "sysctl kernel.io_uring_disabled" in system.io_uring().advice
 
 
-def test_memory_is_what_the_core_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_shows_the_memory_that_the_core_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for available, status in ((6 << 30, "ok"), (1 << 30, "warn")):
         monkeypatch.setattr(_core, "available_memory", lambda available=available: available)
         check = system.memory()
@@ -221,7 +221,7 @@ def test_an_expected_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: 
         (OSError("x"), 1),
     ],
 )
-def test_exit_code_2_is_what_the_operator_must_change(
+def test_exit_code_2_marks_errors_that_the_operator_must_fix(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> list[Check]:
@@ -435,7 +435,7 @@ def test_the_version_names_the_build(capsys: pytest.CaptureFixture[str]) -> None
     assert re.search(r"\((?:release|debug), \w+-linux, commit \w+\)$", shown.strip())
 
 
-def test_the_version_is_told_without_a_core(
+def test_the_version_is_printed_without_a_core(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "undercroft._core", None)

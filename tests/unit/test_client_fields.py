@@ -86,7 +86,7 @@ def test_fields_outside_of_kv_transfer_params_need_the_same_word() -> None:
     assert told(of, request(extra_args={"cache_hit_threshold": 0.9, EXEMPT: True})) is None
 
 
-def test_allowed_fields_and_fields_without_a_value_are_not_told() -> None:
+def test_allowed_fields_and_fields_without_a_value_are_not_reported() -> None:
     of, counts = made(*CLIENT_FIELDS)
     assert told(of, request(explain=True, kv_hints={"pin": True}, cache_hit_threshold=0.9)) is None
     of, _ = made()

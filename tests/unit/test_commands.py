@@ -83,7 +83,7 @@ def test_help_has_an_example_that_the_parser_takes(command: str, capsys: pytest.
 
 
 @pytest.mark.parametrize(("arguments", "named", "allowed"), BAD, ids=[" ".join(row[0])[:40] for row in BAD])
-def test_bad_input_is_exit_code_2_with_what_is_allowed(
+def test_bad_input_is_exit_code_2_with_the_allowed_values(
     arguments: tuple[str, ...],
     named: str,
     allowed: str,

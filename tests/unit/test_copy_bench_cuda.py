@@ -123,14 +123,14 @@ def test_blocks_too_small_for_their_layers_are_refused(case: Case) -> None:
         bench(AtOnce()).run([case])
 
 
-def test_the_grid_covers_what_is_asked_for() -> None:
+def test_the_grid_covers_both_layouts_and_all_sizes() -> None:
     assert {case.layout for case in GRID} == {"BLHNC", "LBHNC"}
     assert (min(case.layers for case in GRID), max(case.layers for case in GRID)) == (4, 80)
     assert (min(case.block_bytes for case in GRID), max(case.block_bytes for case in GRID)) == (32 << 10, 4 << 20)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_the_command_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_without_a_device_names_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["bench", "copy", "--device", "cuda", "--json"]) == 1
     message = capsys.readouterr().err
     assert "no CUDA device is usable" in message

@@ -128,7 +128,7 @@ def test_a_restart_finds_the_cache_on_disk(tmp_path, io_engine):
         assert engine.stats()["disk_reads"] == 50
 
 
-def test_a_prefetch_tells_what_is_shared_and_pending_lookups_get_one_object(tmp_path):
+def test_a_prefetch_returns_the_shared_tokens_and_pending_lookups_get_one_object(tmp_path):
     ahead, first, second = (chain(4, seed=seed) for seed in range(3))
     with opened(tmp_path) as engine:
         for hashes in (ahead, first, second):
@@ -189,7 +189,7 @@ def test_a_flipped_bit_on_disk_is_a_miss_and_never_served(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["data", "table", "super"])
-def test_a_file_deleted_under_the_engine_is_named_and_what_is_open_serves_on(tmp_path, name):
+def test_an_engine_names_a_deleted_file_and_continues_with_the_open_files(tmp_path, name):
     hashes = chain(20)
     with opened(tmp_path) as engine:
         client = Client(engine)
@@ -242,7 +242,7 @@ def test_a_foreign_directory_is_refused_and_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["holiday.jpg"]
 
 
-def test_files_are_private_whatever_the_umask(tmp_path):
+def test_files_and_sockets_are_private_with_umask_0(tmp_path):
     import os
 
     before = os.umask(0)

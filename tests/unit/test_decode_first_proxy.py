@@ -72,7 +72,7 @@ def ask(client: TestClient, *, stream: bool = False, **headers: Any) -> httpx.Re
 @pytest.mark.parametrize(("cached", "shared", "route"), [
     (True, False, "decode"), (False, False, "prefill"), (False, True, "prefill,decode"),
 ])  # fmt: skip
-def test_a_request_goes_where_its_prompt_is(
+def test_the_proxy_routes_a_request_by_its_cached_prompt(
     proxy: Callable[..., TestClient], instances: Instances, stream: bool, cached: bool, shared: bool, route: str
 ) -> None:
     instances.cached = cached

@@ -37,7 +37,7 @@ def test_license_expressions(expression: str, expected: bool) -> None:
     assert licensed(expression, ["MIT", "Zlib"]) is expected
 
 
-def test_what_is_allowed_is_no_problem() -> None:
+def test_allowed_packages_are_no_problem() -> None:
     assert problems(FINE, POLICY) == []
 
 

@@ -58,7 +58,7 @@ def test_files_that_differ_are_named_as_far_as_they_are_known() -> None:
     assert text.endswith("(model-1.safetensors, model-2.safetensors, model-3.safetensors and 2 more)")
 
 
-def test_found_now_says_what_stands_in_the_way() -> None:
+def test_found_now_names_the_part_that_differs() -> None:
     ours = parsed(described())
     assert found_now(ours, "0.32", None) == found_now(ours, "0.33", frozenset(["12345678abc"])) == "yes"
     assert found_now(ours, "0.32", frozenset(["other"])) == "no: weights"

@@ -139,7 +139,7 @@ def test_a_worker_that_lets_go_says_so_once(serve: Any) -> None:
     ],
     ids=["magic", "version", "size", "seals"],
 )
-def test_what_is_not_an_arena_is_refused(serve: Any, settings: dict[str, Any], message: str) -> None:
+def test_an_answer_without_a_valid_arena_is_refused(serve: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UndercroftError, match=message):
         Arena.attach(serve(1, **settings).path, 0)
 

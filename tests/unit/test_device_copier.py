@@ -82,7 +82,7 @@ def test_a_mixed_group_keeps_each_layer() -> None:
     assert block_content(config, caches, 0, BLOCKS - 1) == expected
 
 
-def test_what_cannot_be_copied_queues_nothing() -> None:
+def test_a_refused_copy_queues_nothing() -> None:
     config = plan("LBHNC", GROUPS)
     caches = allocate(config)
     copier = CpuCopier(device_layout(config, caches), Arena.create(ARENA))

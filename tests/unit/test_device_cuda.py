@@ -269,7 +269,7 @@ def test_nothing_waits_and_nothing_ends_before_the_device_says_so() -> None:
         (copy_of([1], [0], group=3), "group 3"),
     ],
 )
-def test_what_cannot_be_copied_queues_nothing(bad: GroupCopy, message: str) -> None:
+def test_a_refused_copy_queues_nothing(bad: GroupCopy, message: str) -> None:
     streams = ManualStreams(0)
     copier, *_ = make(streams)
     with pytest.raises(ValueError, match=message):

@@ -41,7 +41,7 @@ def test_registered_memory_is_used_unless_the_device_knows_it_by_another_address
     assert asked.asked == [(91, 3)]
 
 
-def test_linux_under_windows_is_told_by_its_kernel(tmp_path: Path) -> None:
+def test_linux_under_windows_is_detected_by_its_kernel(tmp_path: Path) -> None:
     release = tmp_path / "osrelease"
     release.write_text("5.15.167.4-microsoft-standard-WSL2\n")
     assert driver.is_wsl(release)

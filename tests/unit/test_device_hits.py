@@ -11,7 +11,7 @@ from undercroft import compat
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_few_probes_find_the_end_of_what_the_device_holds_of_a_long_prompt(drafts):
+def test_few_probes_find_the_end_of_the_device_blocks_of_a_long_prompt(drafts):
     block, blocks, probes = 16, 8192, 0
     manager = FullAttentionManager.__new__(FullAttentionManager)
     manager.block_size, manager.use_eagle = block, drafts

@@ -155,7 +155,7 @@ def test_an_old_driver_copies_one_by_one() -> None:
     ("version", "message"),
     [(13000, "cuMemcpyBatchAsync failed with error 7 at copy 2"), (0, "cuMemcpyAsync of 10 bytes .* error 7")],
 )
-def test_what_the_driver_refuses_is_said(version: int, message: str) -> None:
+def test_a_copy_that_the_driver_refuses_is_reported(version: int, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         check(driver_copy(Driver(version, code=7)))
 
@@ -198,7 +198,7 @@ def test_vllms_operator_copies_where_the_driver_cannot_be_loaded(monkeypatch: py
     copy_each_byte(copy, 5000)
 
 
-def test_no_driver_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memcpy.torch.ops, "_C_cache_ops", SimpleNamespace())
     monkeypatch.setattr(memcpy.driver, "LIBRARY", "libnone.so.1")
     with pytest.raises(RuntimeError, match=r"libnone\.so\.1: cannot open.*install the NVIDIA driver"):

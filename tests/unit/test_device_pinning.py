@@ -63,7 +63,7 @@ def test_chunks_cover_the_region_one_by_one() -> None:
     assert one.pinned_bytes == 0
 
 
-def test_a_refusal_keeps_what_was_pinned_and_is_said(
+def test_a_refusal_keeps_the_pinned_memory_and_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pinning.logger, "handlers", [caplog.handler])
@@ -94,7 +94,7 @@ def test_a_refusal_of_any_memory_advises_no_setting(warnings: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(("code", "refuses_all"), [(0, None), (2, False), (801, True)])
-def test_confidential_computing_is_told_from_a_lack_of_memory(code: int, refuses_all: bool | None) -> None:
+def test_confidential_computing_is_distinguished_from_a_lack_of_memory(code: int, refuses_all: bool | None) -> None:
     runtime = SimpleNamespace(cudaGetErrorString=lambda number: f"text of {number}")
     refusal = cuda_streams.refusal(runtime, code)
     assert (refusal is None) is (refuses_all is None)

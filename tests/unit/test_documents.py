@@ -315,7 +315,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("document", [one for one in DOCUMENTS if one not in GENERATED])
-def test_documents_name_what_there_is(document: str, check: str) -> None:
+def test_names_in_documents_exist(document: str, check: str) -> None:
     wrong = CHECKS[check](document)
     assert not wrong, f"{document}, {check}: there is no {', '.join(sorted(wrong))}"
 

@@ -60,7 +60,7 @@ def save(one: Rank, socket: str = "/a") -> bool:
     return answer == UndercroftWorkerMetadata({11: 1})
 
 
-def test_pinning_begins_before_the_first_step_which_uses_what_is_attached(pins: Pins) -> None:
+def test_pinning_begins_before_the_first_step_which_uses_the_attached_arena(pins: Pins) -> None:
     host = Host()
     one = rank(host)
     one.worker.attach_early(OURS)
@@ -118,7 +118,7 @@ def test_an_attempt_that_ends_after_it_is_given_up_leaves_nothing_pinned(pins: P
     assert pins.made == []
 
 
-def test_shutdown_lets_go_of_what_no_step_has_used(pins: Pins) -> None:
+def test_shutdown_releases_an_arena_that_no_step_has_used(pins: Pins) -> None:
     one = rank(Host())
     one.worker.attach_early(OURS)
     assert pins.began.acquire(timeout=60)

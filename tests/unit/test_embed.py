@@ -166,7 +166,7 @@ def test_several_chains_are_saved_and_asked_for_together() -> None:
         assert (loaded.rows[:24] == pool.rows[:24]).all()
 
 
-def test_a_save_with_a_hole_keeps_what_comes_before_it() -> None:
+def test_a_save_with_a_hole_keeps_the_blocks_before_it() -> None:
     with opened({}) as cache:
         pool = Pool(cache)
         numbers = np.asarray([0, 1, 2, 5, 6])
@@ -397,7 +397,7 @@ def test_a_save_with_a_hole_ends_when_the_engine_is_lost(monkeypatch: pytest.Mon
         assert cache.stats()["saves"] == 0
 
 
-def test_a_save_that_finds_no_memory_keeps_what_fits_and_ends_in_time() -> None:
+def test_a_save_that_finds_no_memory_keeps_the_blocks_that_fit_and_ends_in_time() -> None:
     big = 1 << 20
     with Cache.open({"host_memory": "64MiB"}, {"test": 1}, [Group((big,))], TOKENS) as cache:
         rows = np.zeros((80, big), np.uint8)

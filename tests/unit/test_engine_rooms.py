@@ -68,7 +68,7 @@ def wrong(files: dict[Path, str]) -> list[str]:
     ]
 
 
-def test_a_room_changes_only_itself_and_what_all_rooms_share() -> None:
+def test_a_room_changes_only_itself_and_the_shared_types() -> None:
     assert wrong(sources()) == []
 
 

@@ -219,7 +219,7 @@ def test_a_load_has_the_windows_and_states_of_its_end() -> None:
         ('{"read_gbps": Infinity, "write_gbps": 1}', "read_gbps is inf"),
     ],
 )
-def test_what_is_no_measurement_of_a_disk_is_refused(
+def test_a_file_without_measured_disk_rates_is_refused(
     text: str | None, said: str, again: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     rates = tmp_path / "disk.json"
@@ -285,7 +285,7 @@ def test_a_trace_is_read_as_it_was_recorded(tmp_path: Path) -> None:
         ('{"undercroft_trace": 9}\n', "version 9"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_line(text: str, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_trace_is_refused_with_its_line(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):

@@ -74,7 +74,7 @@ def test_a_chain_is_one_event_with_its_tokens() -> None:
     assert event.kv_cache_spec_kind == "full_attention"
 
 
-def test_the_tokens_after_each_block_are_told_if_its_hash_covers_them() -> None:
+def test_events_have_the_tokens_after_each_block_if_its_hash_covers_them() -> None:
     events, session = made(Groups(BLOCK, BLOCK, ("full",), (BLOCK,), (0,), 0, lookahead_tokens=2))
     events.arrived(request(3))
     session.told = [(False, [stored(1), stored(2), stored(7)], False)]
@@ -86,7 +86,7 @@ def test_the_tokens_after_each_block_are_told_if_its_hash_covers_them() -> None:
     assert (known.lookahead_token_ids, unknown.lookahead_token_ids) == (expected, None)
 
 
-def test_generated_tokens_are_told_too() -> None:
+def test_events_have_generated_tokens_too() -> None:
     events, session = made()
     growing, whole = request(3), request(8)
     events.arrived(growing)
@@ -109,7 +109,7 @@ def test_tokens_are_known_when_a_request_has_finished() -> None:
     assert not events._live
 
 
-def test_unknown_blocks_are_told_without_tokens() -> None:
+def test_unknown_blocks_are_reported_without_tokens() -> None:
     events, session = made()
     session.told = [(False, [stored(0, tier="disk"), stored(1, tier="disk")], True)]
     (event,) = events.take()
@@ -131,7 +131,7 @@ def test_another_chain_tier_or_kind_of_change_is_another_event() -> None:
     ]
 
 
-def test_what_is_void_is_told_first() -> None:
+def test_a_clear_is_reported_before_stored_blocks() -> None:
     events, session = made()
     session.told = [(True, [stored(0)], False)]
     told = events.take()
@@ -157,7 +157,7 @@ def test_after_a_reset_of_the_device_everything_is_asked_for_again_once() -> Non
     assert session.restarts == [False, True, False]
 
 
-def test_of_several_blocks_in_one_of_the_engine_the_last_one_is_told_for_all() -> None:
+def test_of_several_blocks_in_one_hash_block_only_the_last_is_reported() -> None:
     groups = Groups(BLOCK, BLOCK, ("full", "full"), (BLOCK, 2 * BLOCK), (0, 0), 0)
     events, session = made(groups, specs=2)
     assert [(of.group, of.index) for of in groups.engine_groups] == [(0, 0), (0, 1), (1, 0)]
@@ -185,7 +185,7 @@ def test_the_oldest_blocks_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
         (SimpleNamespace(enable_kv_cache_events=True), True),
     ],
 )
-def test_events_are_told_where_vllm_publishes_them(config: Any, expected: bool) -> None:
+def test_events_are_reported_where_vllm_publishes_them(config: Any, expected: bool) -> None:
     _, session = made()
     caches: Any = SimpleNamespace(kv_cache_groups=[])
     vllm: Any = SimpleNamespace(kv_events_config=config)

@@ -76,7 +76,7 @@ def publisher() -> Iterator[Callable[..., Publisher]]:
         peer.close()
 
 
-def test_each_vllm_of_a_server_tells_what_it_can_serve_and_of_its_loss(
+def test_each_vllm_of_a_server_reports_its_blocks_and_their_loss(
     publisher: Callable[..., Publisher], tmp_path: Path
 ) -> None:
     socket = tmp_path / "s.sock"
@@ -107,7 +107,7 @@ def test_each_vllm_of_a_server_tells_what_it_can_serve_and_of_its_loss(
         assert (one.cleared, other.cleared) == (2, 2)
 
 
-def test_a_vllm_that_takes_a_directory_over_tells_what_is_on_disk(
+def test_a_vllm_that_takes_a_directory_over_reports_the_blocks_on_disk(
     publisher: Callable[..., Publisher], tmp_path: Path
 ) -> None:
     disks = [{"path": str(tmp_path / "cache"), "capacity": 64 << 20}]

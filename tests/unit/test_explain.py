@@ -52,7 +52,7 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]
     return found
 
 
-def test_the_last_lookups_are_told_with_their_reasons(
+def test_explain_shows_the_last_lookups_with_their_reasons(
     engine: _core.Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third = shown(capsys)
@@ -69,7 +69,7 @@ def test_the_last_lookups_are_told_with_their_reasons(
     assert reasons.REASONS["never_seen"] in capsys.readouterr().out
 
 
-def test_a_block_of_another_identity_is_told_with_what_differs(
+def test_explain_shows_the_difference_to_a_block_of_another_identity(
     engine: _core.Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = engine.register('{"pages": "vllm 0.33"}', [Group("full", BLOCK, 64 << 10)], BLOCK)
@@ -160,7 +160,7 @@ def test_the_log_has_a_line_for_each_request_or_for_misses(
         assert "evicted from disk (5 s before)" in caplog.text
 
 
-def test_a_response_is_told_if_its_request_asks() -> None:
+def test_a_response_is_explained_if_its_request_asks() -> None:
     told = explained(("planned", None), "off", loaded=16, explain=True)["explain"]
     assert told.pop("waited_ms") >= 0
     assert told == {

@@ -63,7 +63,7 @@ def test_a_machine_without_loop_devices_skips(monkeypatch: pytest.MonkeyPatch, t
         tool.FILESYSTEMS["ext4-4096"](tool.Place(tmp_path, tmp_path))
 
 
-def test_a_loop_device_is_detached_whatever_happens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_loop_device_is_detached_also_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for failing in ((), ("mkfs.ext4",), ("mount",)):
         machine = Machine(monkeypatch, *failing)
         try:

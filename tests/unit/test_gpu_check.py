@@ -38,7 +38,7 @@ def test_the_table_names_each_finding_its_goal_and_its_verdict() -> None:
     assert len(goal) == 1, "columns are aligned"
 
 
-def test_the_json_has_every_finding_and_lists_what_is_wrong() -> None:
+def test_the_json_has_every_finding_and_lists_the_wrong_ones() -> None:
     bad = (*FOUND, Section("more", 0.1, (report.right("bytes", False, "block 3"),)), Section("last", 0, error="hung"))
     result = json.loads(json.dumps(report.as_json({"device": "H100"}, bad)))
     assert result["format"] == report.FORMAT
@@ -57,7 +57,7 @@ def test_the_json_has_every_finding_and_lists_what_is_wrong() -> None:
     assert "block 3" in report.as_table({}, bad)
 
 
-def test_only_what_is_wrong_or_not_measured_is_an_error() -> None:
+def test_only_wrong_or_missing_results_are_an_error() -> None:
     assert report.exit_code(FOUND) == 0
     assert report.exit_code([Section("a", 0, (report.right("bytes", False),))]) == 1
     assert report.exit_code([Section("a", 0, error="hung")]) == 1
@@ -93,7 +93,7 @@ def test_all_parts_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "correctness: LBHNC" in err, "progress goes to the other stream"
 
 
-def test_a_part_that_ends_the_process_leaves_what_was_found_before(
+def test_a_part_that_ends_the_process_leaves_the_earlier_results(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def hang(_: rig.Rig) -> list[report.Row]:

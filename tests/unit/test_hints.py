@@ -70,7 +70,7 @@ def test_unknown_verbs_and_versions_are_not_carried_out() -> None:
         ({"compute": 1}, "kv_hints.compute = 1"),
     ],
 )
-def test_a_hint_that_cannot_be_used_is_named_with_what_is_allowed(given: Any, named: str) -> None:
+def test_an_invalid_hint_is_named_with_the_allowed_values(given: Any, named: str) -> None:
     with pytest.raises(hints.InvalidHintError) as error:
         hints.of_request({hints.NAME: given})
     assert named in str(error.value)

@@ -77,7 +77,7 @@ def test_the_arena_of_an_engine_that_ends_is_released_without_a_step(
     assert arena.gone == 1
 
 
-def test_what_the_device_registers_is_counted_between_steps(monkeypatch: pytest.MonkeyPatch, pinner: Pinner) -> None:
+def test_registered_bytes_are_counted_between_steps(monkeypatch: pytest.MonkeyPatch, pinner: Pinner) -> None:
     monkeypatch.setattr(worker, "WATCH_S", 3600.0)
     one = SlowRank(monkeypatch, Attachments())
     one.hooks(step(loads=[job(1, [1], [0], "a", 1)]))

@@ -132,7 +132,7 @@ def test_each_room_imports_only_the_rooms_below_it() -> None:
     assert wrong == []
 
 
-def test_the_identity_and_what_has_no_vllm_imports_no_vllm() -> None:
+def test_rooms_that_run_without_vllm_import_no_vllm() -> None:
     """SGLang and the commands use these rooms where vLLM is not installed."""
     for room in ("identity", "embed", "sglang_hicache", "estimate", "model"):
         for path in (PACKAGE / room).rglob("*.py"):

@@ -67,7 +67,7 @@ def engine(place: Path, **options: Any) -> _core.Engine:
     return _core.Engine({"host_memory": 64 << 20, "disks": disks, "socket_dir": str(place), **options})
 
 
-def test_a_plain_store_is_told_and_discarded_when_a_key_is_given(
+def test_a_plain_store_is_reported_and_discarded_when_a_key_is_given(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     engine(tmp_path).close()

@@ -124,7 +124,7 @@ class Soak:
 
 @pytest.mark.parametrize("encrypts", [False, True], ids=["plain", "key_file"])
 @pytest.mark.parametrize("shares", [False, True], ids=["server", "shared directory"])
-def test_no_byte_is_wrong_whoever_is_killed_or_stopped(tmp_path: Path, shares: bool, encrypts: bool) -> None:
+def test_no_byte_is_wrong_after_any_process_is_killed_or_stopped(tmp_path: Path, shares: bool, encrypts: bool) -> None:
     key_file = None
     if encrypts:
         key_file = tmp_path / "key"

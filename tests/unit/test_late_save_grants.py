@@ -41,7 +41,7 @@ def test_blocks_are_held_from_the_question_to_the_acknowledgement():
     assert not world.connector.has_pending_push_work()
 
 
-def test_the_table_of_the_question_counts_not_what_became_of_it():
+def test_a_late_save_copies_the_block_table_from_the_time_of_its_request():
     world = World()
     asked(world)
     table = list(world.tables["a"][0])
@@ -52,7 +52,7 @@ def test_the_table_of_the_question_counts_not_what_became_of_it():
     assert job.groups[0].block_ids.tolist() == table
 
 
-def test_only_what_is_new_is_held_for_a_save_that_goes_on():
+def test_only_new_blocks_are_held_for_a_save_that_continues():
     world = World()
     request = Request("a", tokens(4 * BLOCK))
     world.connector.on_new_request(request)

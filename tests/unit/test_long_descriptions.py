@@ -34,7 +34,7 @@ def longest() -> int:
     return bisect.bisect_left(range(1000), 1, key=is_shortened) - 1
 
 
-def test_longest_part_becomes_a_digest_that_tells_apart() -> None:
+def test_the_longest_part_becomes_a_distinct_digest() -> None:
     assert isinstance(json.loads(of_layers(long(100)))["groups"], list)
     text = of_layers(long(2000))
     assert list(json.loads(text)["groups"]) == ["sha256"]

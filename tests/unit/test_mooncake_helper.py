@@ -169,7 +169,7 @@ def test_a_read_that_hangs_keeps_no_probe_and_no_write_and_not_the_end(tmp_path)
         (CLIENT, {"master": "127.0.0.1:1"}, "no_setup", "refused"),
     ],
 )
-def test_a_store_that_cannot_be_had_is_told_and_ends_the_process(tmp_path, client, settings, kind, words):
+def test_a_store_that_cannot_be_opened_is_reported_and_ends_the_process(tmp_path, client, settings, kind, words):
     with helper(tmp_path, client, **settings) as (ask, _, process, _):
         answer = ask()
         assert (answer["id"], answer["error"]) == (0, kind)

@@ -8,7 +8,7 @@ from fake_vllm import BLOCK, Request, scheduler_output
 from scheduler_world import World, tokens
 
 
-def test_what_another_connector_was_loading_when_the_request_was_aborted_is_not_saved():
+def test_blocks_that_another_connector_was_loading_at_an_abort_are_not_saved():
     """vLLM counts the tokens of a load as computed from its beginning."""
     world = World()
     request = Request("r", tokens(3 * BLOCK + 1))
@@ -34,7 +34,7 @@ def test_a_request_that_has_run_is_saved_as_it_ends():
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_what_another_connector_failed_to_load_is_dropped_and_saved_again(slow):
+def test_blocks_that_another_connector_failed_to_load_are_dropped_and_saved_again(slow):
     world = World()
     world.session.is_slow = slow
     request = Request("r", tokens(3 * BLOCK + 1))
@@ -56,7 +56,7 @@ def test_what_another_connector_failed_to_load_is_dropped_and_saved_again(slow):
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_what_was_computed_from_blocks_that_another_connector_failed_to_load_is_dropped(slow):
+def test_blocks_computed_after_a_failed_load_of_another_connector_are_dropped(slow):
     """The tiers hold the failed blocks already, so the save copies only the blocks after them."""
     world = World()
     first = Request("first", tokens(2 * BLOCK))

@@ -351,7 +351,7 @@ def test_seed_matters_and_is_not_written_down(monkeypatch):
     assert "424242" not in after
 
 
-def test_random_seed_is_told(monkeypatch):
+def test_a_random_hash_seed_is_reported(monkeypatch):
     config = changed("cache_config.prefix_caching_hash_algo", "xxhash_cbor")
     monkeypatch.setattr(schemes, "serialized_sample", lambda algorithm: "")
     assert random_seed(vllm_config()) is None

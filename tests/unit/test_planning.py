@@ -22,7 +22,7 @@ def test_time_of_computing_grows_with_the_position():
     assert planning.compute_s(STATS, 32768) == pytest.approx(32768 * mean, rel=0.001)
 
 
-def test_one_sentence_tells_from_which_length_on_the_disk_is_read():
+def test_one_sentence_names_the_length_from_which_the_disk_is_read():
     slow = planning.sentence(STATS)
     assert slow.startswith("disk 2.887 GiB/s; this model breaks even at 3.816 GiB/s for 8192 tokens: ")
     assert slow.endswith("prefixes of 131072 tokens and more are loaded")
@@ -69,7 +69,7 @@ def running(monkeypatch):
     return found
 
 
-def test_doctor_tells_the_plan_of_each_engine_with_a_disk(running, capsys):
+def test_doctor_shows_the_plan_of_each_engine_with_a_disk(running, capsys):
     from undercroft.cli import doctor
     from undercroft.cli.doctor import plans
 

@@ -87,7 +87,7 @@ def test_the_times_of_disk_operations_are_histograms_of_the_directories_that_the
     assert paths == {("0", "0", "m", "/a"), ("0", "1", "m", "/a"), ("1", "1", "m", "/b")}
 
 
-def test_what_cannot_be_recorded_is_said_once_and_kept_from_the_frontend(registry, caplog):
+def test_a_failed_update_of_metrics_is_logged_once_and_not_raised(registry, caplog):
     metrics = prometheus(registry)
     for _ in range(3):
         metrics.observe({"counters": {"load_bytes": -1}}, 0)

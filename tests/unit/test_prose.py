@@ -41,7 +41,7 @@ def test_plain_sentences_pass(prose: ModuleType, text: str) -> None:
     assert not [rule.name for rule in prose.RULES if prose.places(rule, text)]
 
 
-def test_texts_of_python_are_told_apart(prose: ModuleType) -> None:
+def test_python_comments_and_messages_are_separated(prose: ModuleType) -> None:
     source = '"""A docstring."""\nname = "word"\nraise Error(f"no room for {name} here")  # a comment\n# goes on\n'
     found = [(text.kind, text.words) for text in prose.of_python("x.py", source)]
     assert ("comments", "A docstring.") in found

@@ -255,7 +255,9 @@ def quantized(mode: KVQuantMode) -> Any:
         ([fake_config.attention(), fake_config.unknown()], {}, "group 1 .RSWASpec. is not divided by"),
     ],
 )
-def test_what_depends_on_the_ranks_has_an_identity_for_each_number(specs: Any, changes: Any, reason: str) -> None:
+def test_a_cache_that_depends_on_the_ranks_has_an_identity_for_each_number(
+    specs: Any, changes: Any, reason: str
+) -> None:
     configs = model(2, HEADS, specs, **changes)
     divided = division(*configs)
     assert divided.reason is not None

@@ -69,7 +69,7 @@ def test_a_file_ends_at_its_limit(
     assert recorder._is_over
 
 
-def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(tmp_path / "no" / "trace", GROUPS)
     recorder._thread.join(10)
     recorder.finished(request())

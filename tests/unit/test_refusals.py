@@ -85,7 +85,7 @@ def test_an_error_without_figures_names_none() -> None:
     assert "cached here for cache_hit_threshold = 0.33" in error["message"]
 
 
-def test_a_stream_that_has_begun_goes_on() -> None:
+def test_a_stream_that_has_begun_continues() -> None:
     messages = [START, body("data: 1\n\n"), body("data: [DONE]\n\n", more=False)]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -178,7 +178,7 @@ def test_a_directory_that_others_may_write_is_refused_with_its_path_and_the_reme
         ),
     ],
 )
-def test_requests_without_encryption_are_told_at_the_start(url: str, variables: dict[str, str], words: str) -> None:
+def test_the_start_line_names_requests_without_encryption(url: str, variables: dict[str, str], words: str) -> None:
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
     program = (
         "from undercroft import _core\nfrom undercroft.engine import start_line\n"

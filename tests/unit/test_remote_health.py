@@ -57,7 +57,7 @@ def test_random_block_hashes_are_refused_with_a_remote_store() -> None:
     check_seed("a random seed", UndercroftConfig.parse({}, {}), is_shared=False)
 
 
-def test_models_that_the_store_does_not_serve_in_full_are_told_so() -> None:
+def test_models_that_the_store_does_not_serve_in_full_get_a_reason() -> None:
     def said(*groups: tuple[str, int], dropped: int = 0) -> str | None:
         registered = [GroupRegistration(kind, tokens, 4096 if tokens else 0, 0) for kind, tokens in groups]
         return why_limited(registered, 16, dropped)

@@ -38,7 +38,7 @@ NONE = UndercroftConfig.parse({"promotion_wait": "best_effort"}, {})
         ({"promotion_wait": {"base_ms": 4, "per_1k_tokens_ms": 2}}, LookupParams(True, 0.05, (4, 2))),
     ],
 )
-def test_a_request_that_asks_for_less_waiting_goes_before_the_configuration(params, expected):
+def test_a_request_for_less_waiting_overrides_the_configuration(params, expected):
     assert of_request(params, CONFIG) == expected
 
 
@@ -65,7 +65,7 @@ def test_a_configuration_without_a_limit_allows_every_wait(wait):
     assert of_request({"promotion_wait": wait}, COMPLETE).capped == ()
 
 
-def test_a_misspelled_field_is_told_from_fields_of_other_connectors():
+def test_a_misspelled_field_is_distinguished_from_fields_of_other_connectors():
     given = {
         "kv_hint": {},
         "lookup_timeout": 5,
@@ -100,7 +100,7 @@ def test_a_misspelled_field_is_told_from_fields_of_other_connectors():
         {"promotion_wait": {"base": 1}},
     ],
 )
-def test_what_cannot_be_used_is_named(params):
+def test_an_invalid_parameter_is_named(params):
     (name,) = params
     with pytest.raises(InvalidParameterError, match=f"kv_transfer_params.{name} = ") as caught:
         check(params)

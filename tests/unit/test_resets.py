@@ -207,7 +207,7 @@ def test_a_load_from_a_private_namespace_makes_the_device_mixed(versions: Versio
     assert versions.namespaces() == [None]
 
 
-def test_each_change_ends_the_name_and_a_reset_keeps_what_is_named(versions: Versions) -> None:
+def test_each_change_ends_the_name_and_a_reset_keeps_named_blocks(versions: Versions) -> None:
     assert versions.resets.reset_cache() is True
     assert len(versions.world.session.host) == 2, "the weights of the start have a name, too"
     versions.device_reset()

@@ -162,7 +162,7 @@ def test_blocks_whose_hash_came_after_the_last_step_are_saved_at_the_end():
     assert world.pool.freed == table
 
 
-def test_hit_is_loaded_by_position_beyond_what_the_device_has():
+def test_a_hit_is_loaded_by_position_behind_the_device_blocks():
     world = World()
     prefix = tokens(4 * BLOCK)
     world.prefill(Request("a", [*prefix, 1, 2]))
@@ -485,7 +485,7 @@ def test_lookup_starts_at_arrival_unless_switched_off_or_incomplete():
     assert world.session.calls == []
 
 
-def test_prefetch_leaves_out_what_the_device_holds():
+def test_a_prefetch_leaves_out_the_device_blocks():
     world = World(disk_path="/cache")
     hit = ((), 2 * BLOCK, 0)
     coordinator = SimpleNamespace(find_longest_cache_hit=lambda hashes, limit: hit, single_type_managers=[None, None])

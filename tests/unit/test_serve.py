@@ -55,7 +55,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_it_says_what_it_found_and_where_it_is(server: ServeProcess, place: Path) -> None:
+def test_serve_logs_its_configuration_and_its_addresses(server: ServeProcess, place: Path) -> None:
     times, levels, (start, metrics, ready) = zip(*map(parts, server.printed), strict=True)
     assert levels == ("INFO",) * 3 and list(times) == sorted(times)
     assert start.startswith("undercroft: host memory 64 MiB")
@@ -142,7 +142,7 @@ def test_metrics_can_be_scraped(server: ServeProcess) -> None:
     assert "vllm:undercroft_connections 1.0" in text
 
 
-def test_a_file_deleted_under_it_is_told(tmp_path: Path) -> None:
+def test_serve_reports_a_deleted_file(tmp_path: Path) -> None:
     disk = ["--disk-path", str(tmp_path / "disk"), "--disk-capacity", "64MiB"]
     with ServeProcess(tmp_path / "run" / "serve.sock", *disk, "--metrics", "0") as server:
         (tmp_path / "disk" / "data").unlink()
@@ -176,7 +176,7 @@ def test_a_directory_in_use_is_refused_with_its_owner(server: ServeProcess, plac
         (["--host-memory", "9000TiB"], "host_memory = 9000 TiB is more than the "),
     ],
 )
-def test_what_the_operator_must_change_is_exit_code_2_and_named_as_it_was_written(
+def test_a_flag_that_the_operator_must_change_is_exit_code_2_and_named_as_written(
     tmp_path: Path, flags: list[str], message: str
 ) -> None:
     """As deploy/undercroft.service relies on: systemd does not start it again."""
@@ -234,7 +234,7 @@ def test_the_socket_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
         assert server.status()["pid"] == server.process.pid
 
 
-def test_a_frozen_server_is_told_from_a_running_one(tmp_path: Path) -> None:
+def test_a_frozen_server_is_distinguished_from_a_running_one(tmp_path: Path) -> None:
     with ServeProcess(tmp_path / "serve.sock") as server:
         os.kill(server.process.pid, signal.SIGSTOP)
         frozen = run("status", "--socket", str(server.socket))
@@ -279,7 +279,7 @@ def test_the_server_raises_its_limit_of_descriptors(tmp_path: Path) -> None:
         assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[0] == hard
 
 
-def test_a_server_goes_on_after_it_was_short_of_descriptors(tmp_path: Path) -> None:
+def test_a_server_continues_after_it_was_short_of_descriptors(tmp_path: Path) -> None:
     with ServeProcess(tmp_path / "run" / "serve.sock") as server, socket.socket(socket.AF_UNIX) as held:
         pid, limits = server.process.pid, resource.getrlimit(resource.RLIMIT_NOFILE)
         held.connect(str(server.socket))

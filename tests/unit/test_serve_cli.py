@@ -201,7 +201,7 @@ def test_a_wrong_value_is_one_line_that_names_the_flag(
         ("[::1]:9400", ("::1", 9400)),
     ],
 )
-def test_metrics_are_on_loopback_unless_told_otherwise(text: str, address: tuple[str, int]) -> None:
+def test_metrics_are_on_loopback_unless_another_address_is_given(text: str, address: tuple[str, int]) -> None:
     assert flags("--metrics", text).metrics == address
 
 
@@ -239,7 +239,7 @@ def test_status_asks_where_the_server_listens(monkeypatch: pytest.MonkeyPatch, t
     assert str(listens) in asked
 
 
-def test_the_service_manager_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_service_manager_is_notified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     abstract = f"undercroft-{tmp_path.name}"
     for named, bound in ((str(tmp_path / "notify"), str(tmp_path / "notify")), (f"@{abstract}", f"\0{abstract}")):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:

@@ -55,7 +55,7 @@ def test_without_an_answer_of_the_server_all_but_the_metrics_are_503_with_the_re
     assert asked(port, "/metrics")[0] == 200
 
 
-def test_a_failed_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_reports_a_failed_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = STATUS | {"stats": STATUS["stats"] | {"host_capacity_bytes": 0}}
     monkeypatch.setattr(exporter, "server_status", lambda *_: failed)
     assert asked(page(Served()), "/health") == (503, "the engine has failed\n")

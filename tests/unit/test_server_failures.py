@@ -172,7 +172,7 @@ def test_a_server_that_is_absent_at_start_is_found_when_it_comes(host: Host) -> 
     peer.close()
 
 
-def test_a_server_that_stops_and_goes_is_never_waited_for_and_never_wrong(host: Host) -> None:
+def test_a_server_that_freezes_and_resumes_is_never_waited_for_and_never_wrong(host: Host) -> None:
     host.start()
     peer = host.peer()
     peer.save(PROMPT)

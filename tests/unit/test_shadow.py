@@ -75,7 +75,7 @@ def test_trouble_is_said_once_and_requests_go_on(
     assert len(caplog.records) == 1 and "no index" in caplog.text
 
 
-def test_what_comes_too_fast_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_over_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadow, "PENDING_MAX", 0)
     assert counted([request(1, 4)], 1000) == {}
 

@@ -49,7 +49,7 @@ def test_a_request_waits_for_the_load_of_its_prefix_and_hits_on_the_device():
     }
 
 
-def test_a_request_loads_what_lies_beyond_the_shared_part_afterwards():
+def test_a_request_loads_the_blocks_behind_the_shared_part_afterwards():
     longer = [*PREFIX, *tokens(2 * BLOCK, 7)]
     world = saved(longer)
     loading(world)

@@ -118,7 +118,7 @@ def test_a_boundary_takes_part_of_the_room() -> None:
     assert capacity.tokens_in(1 << 20, [Group("full", 16, 1 << 26)]) == 0
 
 
-def test_the_index_takes_what_is_said(tmp_path: Path) -> None:
+def test_the_index_takes_the_estimated_memory(tmp_path: Path) -> None:
     # A process of its own: memory that this one has freed would be used again, and not be counted.
     command = [sys.executable, "-m", "undercroft.cli.main", "bench", "recover", "--path", str(tmp_path), "--json"]
     done = subprocess.run([*command, "--blocks", "400000"], check=True, capture_output=True, text=True)

@@ -94,7 +94,7 @@ def test_collections_are_added_up_and_empty_ones_left_out():
     assert UndercroftStats.of({}, {}).is_empty()
 
 
-def test_a_counter_that_began_again_from_zero_counts_what_it_has():
+def test_a_counter_that_restarted_at_zero_counts_its_present_value():
     engine = Engine()
     stats = EngineStats(engine)
     engine.values.update(saved_blocks=9, disk_read_seconds=2.0)
@@ -116,7 +116,7 @@ def test_an_engine_that_has_not_answered_yet_counts_nothing_and_nothing_twice():
     assert stats.collect(104.0)["counters"] == {}
 
 
-def test_capacity_is_also_told_in_tokens():
+def test_capacity_is_also_reported_in_tokens():
     engine = Engine()
     engine.values.update(host_capacity_bytes=4096, disk_capacity_bytes=0)
     gauges = EngineStats(engine, tokens_in=lambda size: size // 16).collect(100.0)["gauges"]
@@ -161,7 +161,7 @@ def test_aggregation_adds_counters_appends_samples_and_keeps_the_latest_gauges()
     assert both.is_empty()
 
 
-def test_log_line_is_short_and_tells_of_trouble():
+def test_the_log_line_is_short_and_shows_failures():
     stats = UndercroftStats(
         {
             "counters": {"lookups_host": 3, "lookups_miss": 1, "hit_tokens_host": 300, "checksum_failures": 2},

@@ -86,7 +86,7 @@ def test_all_engines_of_the_user_are_listed_and_one_alone_is_shown(
         ),
     ],
 )
-def test_a_directory_that_nobody_has_open_is_told(
+def test_status_reports_a_directory_that_no_engine_has_open(
     text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if text is not None:
@@ -95,7 +95,7 @@ def test_a_directory_that_nobody_has_open_is_told(
     assert said in capsys.readouterr().err
 
 
-def test_a_directory_that_this_user_may_not_read_is_told(
+def test_status_reports_a_directory_that_this_user_may_not_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(path: Path, **_: object) -> str:

@@ -91,7 +91,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict[s
     return found
 
 
-def test_clear_says_what_has_gone_and_the_session_goes_on(
+def test_clear_reports_the_removed_blocks_and_the_session_continues(
     engine: _core.Engine, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session, other = registered(engine), registered(engine, '{"model": "two"}')
@@ -114,7 +114,7 @@ def test_clear_says_what_has_gone_and_the_session_goes_on(
     assert "no namespace has a digest that begins with 00000000" in capsys.readouterr().err
 
 
-def test_clear_by_age_leaves_what_was_used(engine: _core.Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clear_by_age_leaves_recently_used_blocks(engine: _core.Engine, capsys: pytest.CaptureFixture[str]) -> None:
     session = registered(engine)
     save(engine, session, 1, 4)
     assert run(capsys, "clear", "--older-than", "1h", "--yes")["host_blocks"] == 0
@@ -125,7 +125,7 @@ def test_clear_by_age_leaves_what_was_used(engine: _core.Engine, capsys: pytest.
     assert hit(session, 1, 4) == 0
 
 
-def test_drain_waits_for_writes_and_its_end_is_told(
+def test_drain_waits_for_writes_and_reports_its_end(
     engine: _core.Engine, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = registered(engine)
@@ -145,7 +145,7 @@ def test_drain_waits_for_writes_and_its_end_is_told(
     assert save(engine, session, 2, 4)
 
 
-def test_a_drain_that_takes_too_long_says_what_is_left(
+def test_a_drain_that_times_out_reports_the_saves_in_progress(
     engine: _core.Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = registered(engine)
@@ -198,7 +198,7 @@ def test_resize_gives_memory_and_space_back_and_takes_them_again(
     again.close()
 
 
-def test_resize_says_what_is_allowed_and_what_it_cannot_give_back(
+def test_resize_reports_the_allowed_sizes_and_memory_that_it_cannot_return(
     engine: _core.Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = registered(engine)
@@ -228,7 +228,7 @@ def test_resize_says_what_is_allowed_and_what_it_cannot_give_back(
     arena.let_go()
 
 
-def test_a_namespace_goes_to_another_host_byte_for_byte(
+def test_a_namespace_is_exported_to_another_host_byte_for_byte(
     engine: _core.Engine, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = registered(engine)

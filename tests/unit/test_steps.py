@@ -40,7 +40,7 @@ def arrive(steps, name, tokens):
     return state
 
 
-def test_a_step_is_told_with_its_tokens_positions_and_decodes(steps, told, clock):
+def test_a_step_is_reported_with_its_tokens_positions_and_decodes(steps, told, clock):
     state = arrive(steps, "a", 1000)
     state.request.num_computed_tokens = 512
     steps.scheduled({"a": 400, "old": 1, "older": 1})
@@ -62,7 +62,7 @@ def test_a_step_that_was_scheduled_ahead_begins_when_the_one_before_ends(steps, 
     assert [round(step[3], 3) for step in told.steps] == [0.1, 0.2]
 
 
-def test_steps_without_a_prefill_are_told_together_and_idle_ones_not_at_all(steps, told, clock):
+def test_steps_without_a_prefill_are_reported_together_and_idle_ones_not_at_all(steps, told, clock):
     for count in range(17):
         steps.scheduled({"a": 1} if count else {})
         clock.now += 0.01
@@ -70,7 +70,7 @@ def test_steps_without_a_prefill_are_told_together_and_idle_ones_not_at_all(step
         assert len(told.steps) == (16 if count == 16 else 0)
 
 
-def test_a_lookup_tells_the_steps_so_far_and_that_nothing_runs_any_more(steps, told, clock):
+def test_a_lookup_reports_the_steps_so_far_and_that_nothing_runs_any_more(steps, told, clock):
     asking, running = arrive(steps, "asking", 100), arrive(steps, "running", 1)
     steps.computed(running, 1)
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_tokens_that_wait_are_those_of_requests_that_came_before(steps):
     assert steps.queued(arrive(steps, "d", 10)) == 1000
 
 
-def test_ends_that_are_not_told_lose_no_memory(steps, told, clock):
+def test_steps_without_reported_ends_use_no_more_memory(steps, told, clock):
     for _ in range(100):
         steps.scheduled({"a": 1})
     clock.now += 1

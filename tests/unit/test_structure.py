@@ -61,7 +61,7 @@ def test_python_functions_count_their_lines() -> None:
     assert list(structure.python_functions("def f():\n    a = 1\n\n    return a\n")) == [("f", 4)]
 
 
-def test_python_classes_count_what_they_declare_and_assign_on_themselves() -> None:
+def test_python_classes_count_fields_that_they_declare_and_assign_on_themselves() -> None:
     text = """
 class Outer:
     declared: int = 0

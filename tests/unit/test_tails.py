@@ -76,7 +76,7 @@ def test_the_last_token_is_left_to_compute_and_whole_blocks_are_no_tails() -> No
     assert Tails(Session({704}), MODEL, ALL).find(asked(705), UNIT) == 704
 
 
-def test_what_the_disk_owes_is_found_when_it_has_come_and_let_go_if_not() -> None:
+def test_a_tail_on_disk_is_found_when_it_has_come_and_is_dropped_if_not() -> None:
     session, state = Session({704}, {832}), asked(1200)
     tails = Tails(session, MODEL, ALL)
     assert tails.find(state, UNIT) is None

@@ -111,7 +111,7 @@ def test_threshold_one_is_reached_only_by_everything() -> None:
     assert not policy.check(request(), 999, 1)
 
 
-def test_request_goes_before_global_also_with_zero() -> None:
+def test_a_request_threshold_overrides_the_global_one_even_at_0() -> None:
     policy = HitThreshold(0.5)
     assert not policy.check(request(extra_args={"cache_hit_threshold": 0}), 0, 0)
     assert not policy.check(request(extra_args={"cache_hit_threshold": 0.1}), 100, 0)

@@ -81,7 +81,7 @@ def silent() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_one_picture_has_all_engines_and_tells_who_does_not_answer(vllm: Node, server: Node, silent: str) -> None:
+def test_one_picture_has_all_engines_and_names_those_that_do_not_answer(vllm: Node, server: Node, silent: str) -> None:
     with closing(Node(metrics="<html>")) as other, closing(Node(metrics="up 1\n")) as plain:
         began = time.monotonic()
         places = [vllm.address, server.address, silent, other.address, plain.address, "127.0.0.1:1"]
@@ -107,7 +107,7 @@ def test_one_picture_has_all_engines_and_tells_who_does_not_answer(vllm: Node, s
     assert vllm.asked.count("status") == 1, "a vLLM has no status, and is not asked again"
 
 
-def test_a_host_that_fails_is_told_at_once_and_again_without_its_old_figures(server: Node) -> None:
+def test_a_host_that_fails_is_reported_at_once_and_without_its_old_figures(server: Node) -> None:
     host = hosts.Host(f"http://{server.address}")
     host.read()
     assert [one.trouble for one in host.engines(patience_s=1000)] == [""]

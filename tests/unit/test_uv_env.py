@@ -15,7 +15,7 @@ def test_options_are_translated() -> None:
     assert uv_env.parse(listing) == {"UV_DEFAULT_INDEX": "https://mirror.example/simple", "UV_FIND_LINKS": "/a,/b"}
 
 
-def test_the_environment_wins_over_the_file_whatever_the_order() -> None:
+def test_the_environment_wins_over_the_file_in_any_order() -> None:
     lines = ["global.cert='/file.pem'", ":env:.cert='/env.pem'", "install.cert='/install.pem'"]
     for listing in ("\n".join(lines), "\n".join(reversed(lines))):
         assert uv_env.parse(listing) == {"SSL_CERT_FILE": "/env.pem"}

@@ -52,7 +52,7 @@ def rows(shown: list[Table], title: str) -> list[dict[str, str]]:
     return [dict(zip(table.header, row, strict=True)) for row in table.rows]
 
 
-def test_a_page_tells_of_each_engine_what_a_status_tells() -> None:
+def test_a_metrics_page_gives_the_figures_of_a_status_for_each_engine() -> None:
     first, second = from_page(metrics("0") + metrics("1", 2), 5.0)
     assert (first.name, second.name, first.version, first.at) == ("m 0", "m 1", "1.2.3", 5.0)
     assert first.stats["host_used_bytes"] == 1 << 30
@@ -125,7 +125,7 @@ def test_rates_and_shares_are_those_since_the_earlier_reading() -> None:
     assert rows(once, "Orders")[0]["since the start"] == "clear 3"
 
 
-def test_what_somebody_should_look_at_stands_out_and_the_silent_have_a_row() -> None:
+def test_trouble_stands_out_and_engines_that_do_not_answer_have_a_row() -> None:
     status = copy.deepcopy(STATUS)
     status["stats"] |= {"draining": 1, "remote_degraded": 1}
     status["info"]["remote"] = {"url": "s3://b", "health": "failed", "fault": "403", "advice": ""}
@@ -158,7 +158,7 @@ class Parsed(HTMLParser):
         self.attributes += attrs
 
 
-def test_the_page_runs_and_loads_nothing_whatever_is_in_it() -> None:
+def test_the_page_runs_and_loads_nothing_with_any_text_in_it() -> None:
     bad = '<script>alert(1)</script>"\x1b'
     found = Parsed(page.html(bad, [Table(bad, (bad,), [(bad,), (Alarm(bad),)])]))
     assert "script" not in found.tags
@@ -173,7 +173,7 @@ def test_a_reading_without_figures_has_a_row() -> None:
     assert (engine["state"], engine["host memory"], engine["up"]) == ("answers", "-", "-")
 
 
-def test_the_pictures_of_the_documents_show_what_the_code_shows() -> None:
+def test_the_pictures_of_the_documents_match_the_output_of_the_code() -> None:
     page_now, top_now = pictures.page(), pictures.top()
     assert (pictures.IMAGES / "page.svg").read_text() == page_now, "run: python tools/pictures.py"
     shown = (pictures.IMAGES / "top.svg").read_text()

@@ -224,7 +224,7 @@ def test_every_place_is_patched_once() -> None:
 @pytest.mark.usefixtures("unpatched")
 @pytest.mark.parametrize("missing", ["name", "module"])
 @pytest.mark.parametrize(("module", "name"), sorted(NEEDED))
-def test_a_vllm_that_lacks_a_name_goes_on(
+def test_a_patch_whose_name_vllm_lacks_is_skipped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: str, name: str, missing: str
 ) -> None:
     if missing == "name":
@@ -489,7 +489,7 @@ def test_a_request_keeps_the_key_of_its_adapter(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("unpatched")
-def test_a_vllm_whose_adapters_cannot_be_told_apart_runs_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_with_indistinguishable_adapters_runs_without_undercroft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("undercroft.connector.wiring.open_engine", fail)
     monkeypatch.delattr(EngineCore, "add_lora")
     config = vllm_config()

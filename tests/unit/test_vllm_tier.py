@@ -353,7 +353,7 @@ def test_an_error_at_the_end_of_a_job_loses_no_other_end() -> None:
     assert not tier._jobs
 
 
-def test_a_load_of_a_part_tells_vllm_of_its_chunks() -> None:
+def test_a_partial_load_reports_its_chunks_to_vllm() -> None:
     tier: Any = object.__new__(UndercroftTier)
     places = {key(0, number): Place(0, number, HASH) for number in range(3)}
     job, begun = job_of(1)
@@ -525,7 +525,7 @@ def test_the_document_names_each_option_that_is_refused() -> None:
     assert named == set(options._REFUSED)
 
 
-def test_chunks_pass_through_a_small_memory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_pass_through_a_small_memory_unless_configured_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.parse(ENTRY).host_memory.size == 2 << 30
     assert options.parse(ENTRY, 32 << 20).host_memory.size == 8 << 30
     assert options.parse(ENTRY | {"host_memory": "64MiB"}, 32 << 20).host_memory.size == 64 << 20

@@ -158,7 +158,7 @@ def test_ranks_with_the_same_kv_have_one_shard_and_take_turns_to_save_it(host: H
         assert [one.block(block) for block in blocks] == content
 
 
-def test_one_rank_loads_what_ranks_with_replicated_heads_saved(host: Host) -> None:
+def test_one_rank_loads_blocks_that_ranks_with_replicated_heads_saved(host: Host) -> None:
     """Four ranks have two heads: each pair takes turns to save one, and a single rank has both."""
     ranks, blocks, slots = [Rank(host, "LBHNC", rank, 4, 1, full(heads=1), 2) for rank in range(4)], [1, 2], [0, 4096]
     for rank, one in enumerate(ranks):

@@ -78,7 +78,7 @@ def heads_8(model_root: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["heads_1", "heads_2", "heads_8", "gemma2"])
-def test_one_rank_and_two_load_what_the_other_saved(
+def test_one_rank_and_two_ranks_load_blocks_of_each_other(
     start: Start, name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     directory = request.getfixturevalue(name)

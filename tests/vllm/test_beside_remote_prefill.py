@@ -66,7 +66,7 @@ def prefill(one: Engine, ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("order", ["ours first", "ours last"])
-def test_what_another_connector_brings_counts_for_the_threshold_and_is_left_to_it(
+def test_blocks_of_another_connector_count_for_the_threshold_and_are_left_to_it(
     start: Start, reference: References, order: str
 ) -> None:
     one = start(order, cache_hit_threshold=0.001, client_fields="threshold")

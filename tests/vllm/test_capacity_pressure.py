@@ -101,7 +101,7 @@ def test_chunked_prefill_while_others_load(engine: Make, llama: Path, reference:
     nothing_left(one)
 
 
-def test_preempted_requests_come_back_to_what_was_saved(engine: Make, llama: Path, reference: Reference) -> None:
+def test_preempted_requests_resume_from_saved_blocks(engine: Make, llama: Path, reference: Reference) -> None:
     one = engine(llama, MEMORY, blocks=18, max_model_len=1024)
     prompts = [[(17 * i + 7 * j) % 990 + 5 for i in range(500)] for j in range(4)]
     preempted: set[str] = set()

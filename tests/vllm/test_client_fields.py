@@ -108,7 +108,7 @@ IN_PROCESS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_no_field_tells_a_guess_from_any_other_prompt(engine: Make, llama: Path) -> None:
+def test_no_field_distinguishes_a_guess_from_any_other_prompt(engine: Make, llama: Path) -> None:
     """The guess shares a quarter with the secret prompt, and the other nothing: a difference would be an oracle."""
     options = {"client_fields": "none", "host_memory": "32MiB", "min_load_tokens": 1, "cache_hit_threshold": GLOBAL}
     running = engine(llama, options, blocks=64)

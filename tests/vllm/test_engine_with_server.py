@@ -59,7 +59,7 @@ def at_rest(one: Engine, server: Any) -> None:
     assert server.flush(30.0)
 
 
-def test_what_one_engine_computed_another_loads(
+def test_one_engine_loads_blocks_that_another_computed(
     engine: Make, llama: Path, reference: References, serve: Callable[..., Any]
 ) -> None:
     server = serve()

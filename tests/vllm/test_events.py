@@ -180,7 +180,7 @@ def operate(running: Engine, chance: random.Random) -> str:
 
 @pytest.mark.timeout(300 + OPERATIONS)
 @pytest.mark.parametrize("seed", range(2))
-def test_a_router_knows_what_the_engine_has_after_random_operations(
+def test_a_router_knows_the_blocks_of_an_engine_after_random_operations(
     route: Callable[..., tuple[Engine, Router]], llama: Path, tmp_path: Path, seed: int
 ) -> None:
     """Prompts that share prefixes, tiers that are too small for them, hints, resets and restarts."""
@@ -210,7 +210,7 @@ def test_a_router_knows_what_the_engine_has_after_random_operations(
     assert enough == (True, True, True, True), done
 
 
-def test_after_a_reset_of_the_device_alone_the_tiers_are_told_again(
+def test_a_reset_of_the_device_alone_reports_the_tiers_again(
     route: Callable[..., tuple[Engine, Router]], llama: Path
 ) -> None:
     running, router = route(llama, {"host_memory": "64MiB"}, blocks=64)
@@ -224,7 +224,7 @@ def test_after_a_reset_of_the_device_alone_the_tiers_are_told_again(
     assert (router.follow(), router.cleared) == (before, 1)
 
 
-def test_a_restart_announces_what_the_disk_holds(
+def test_a_restart_announces_the_blocks_on_disk(
     route: Callable[..., tuple[Engine, Router]], llama: Path, tmp_path: Path
 ) -> None:
     first, before = route(llama, disk(tmp_path, "256MiB"), blocks=64)
@@ -248,7 +248,7 @@ def test_a_restart_announces_what_the_disk_holds(
     assert [tokens for tokens, _ in router.tokens.values()] == [ids[at : at + BLOCK] for at in range(0, 896, BLOCK)]
 
 
-def test_a_reset_is_told_and_the_device_goes_on(route: Callable[..., tuple[Engine, Router]], llama: Path) -> None:
+def test_a_reset_is_reported_and_new_blocks_follow(route: Callable[..., tuple[Engine, Router]], llama: Path) -> None:
     running, router = route(llama, {"host_memory": "64MiB"}, blocks=64)
     running.generate(prompt(897), 1)
     nothing_left(running, reset=False)

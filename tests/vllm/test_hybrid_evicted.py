@@ -50,7 +50,7 @@ def longest_hit(running: Engine, hashes: list[bytes], here: set[tuple[int, int]]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_left_of_each_group_decides(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_hit_depends_on_the_blocks_left_of_each_group(name: str, request: pytest.FixtureRequest) -> None:
     model = Model(name, request.getfixturevalue(name), *MODELS[name])
     running = model.start({"host_memory": HOST})
     try:

@@ -191,7 +191,7 @@ def image_hashes(pixel: float) -> list[bytes]:
     return list(request.block_hashes)
 
 
-def test_off_where_images_are_told_apart_by_a_counter() -> None:
+def test_undercroft_is_off_where_a_counter_distinguishes_images() -> None:
     """Two lives of such a server give two images the same block hashes: undercroft must not look for them."""
     from fake_config import kv_cache_config, vllm_config
     from undercroft.connector.groups import why_unsupported

@@ -151,7 +151,7 @@ def test_two_events_of_a_stream_have_the_rejection(fresh: Client, path: str, usa
 
 @PATHS
 @STREAM
-def test_the_prefill_answers_one_token_whatever_is_configured(
+def test_the_prefill_answers_one_token_despite_the_configured_threshold(
     sidecar: Sidecar, fresh: Client, path: str, stream: bool
 ) -> None:
     """A request without a threshold goes to the prefill instance first, and the sidecar's 0 keeps it from rejection."""
@@ -163,7 +163,7 @@ def test_the_prefill_answers_one_token_whatever_is_configured(
 
 
 @STREAM
-def test_an_error_of_the_decode_instance_goes_to_the_client(sidecar: Sidecar, stream: bool) -> None:
+def test_an_error_of_the_decode_instance_reaches_the_client(sidecar: Sidecar, stream: bool) -> None:
     status, content = sidecar.post(CHATS, request(CHATS, stream, **{THRESHOLD: 7}))
     assert status == 400 and THRESHOLD in json.loads(content)["error"]["message"]
     assert sidecar.asked == [("decode", 7, 6)]

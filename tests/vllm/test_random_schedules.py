@@ -44,7 +44,7 @@ class Clients:
         salt = self._chance.choice(["x", "y"]) if self._chance.random() < 0.1 else None
         self._one.add(name, ids, count, priority=self._chance.randrange(3), cache_salt=salt)
 
-    def goes_away(self) -> None:
+    def aborts(self) -> None:
         """A client aborts its request."""
         live = [request.request_id for request in self._one.scheduler.requests.values() if not request.is_finished()]
         if live:
@@ -106,7 +106,7 @@ def serve(one: Vllm, chance: random.Random, steps: int, sessions: bool) -> None:
         elif happens < 0.22 and sessions:
             clients.speaks()
         elif happens < 0.25:
-            clients.goes_away()
+            clients.aborts()
         elif happens < 0.26:
             for _ in range(60):
                 one.step()

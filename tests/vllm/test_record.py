@@ -16,7 +16,7 @@ from undercroft.estimate.trace import read
 pytestmark = pytest.mark.vllm
 
 
-def test_the_estimate_of_a_recorded_trace_is_what_the_engine_found(
+def test_the_estimate_of_a_recorded_trace_matches_the_hits_of_the_engine(
     llama: Path, engine: Callable[..., Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "requests.jsonl"

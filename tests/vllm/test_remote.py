@@ -62,7 +62,7 @@ def computed_by_another(make: Make, llama: Path, tmp_path: Path, reference: Refe
     return puts
 
 
-def test_an_engine_hits_what_another_host_has_computed(
+def test_an_engine_hits_blocks_that_another_host_has_computed(
     engine: Make, llama: Path, tmp_path: Path, reference: References
 ) -> None:
     puts = computed_by_another(engine, llama, tmp_path, reference)

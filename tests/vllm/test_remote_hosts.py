@@ -77,7 +77,7 @@ def model_of(request: pytest.FixtureRequest, name: str) -> Model:
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_host_hits_what_another_has_computed(
+def test_a_host_hits_blocks_that_another_has_computed(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
     with store(kind, tmp_path, monkeypatch) as url:

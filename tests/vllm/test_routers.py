@@ -104,7 +104,7 @@ class Process:
                 found = error
 
 
-def test_dynamos_index_keeps_what_the_device_has_evicted(nodes: list[Node], tmp_path: Path) -> None:
+def test_dynamos_index_keeps_blocks_that_the_device_has_evicted(nodes: list[Node], tmp_path: Path) -> None:
     chats = [prompt(6 * BLOCK + 1, seed=seed) for seed in (1, 2)]
     workers = ",".join(f"{number}={node.endpoint}" for number, node in enumerate(nodes, 1))
     arguments = ["--block-size", str(BLOCK), "--workers", workers]

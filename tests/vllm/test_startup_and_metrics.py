@@ -132,7 +132,7 @@ def test_one_of_two_children_of_a_multi_connector(
         assert one.reset_device_cache()
 
 
-def test_vllms_page_is_text_whatever_format_prometheus_prefers() -> None:
+def test_vllms_page_is_text_although_prometheus_prefers_openmetrics() -> None:
     # At /metrics/, with a slash, vLLM answers in OpenMetrics (docs/troubleshooting.md).
     frontend = pytest.importorskip("vllm.entrypoints.serve.instrumentator.metrics")
     app = FastAPI()

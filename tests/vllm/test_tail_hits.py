@@ -59,7 +59,7 @@ def test_a_prompt_is_found_up_to_its_last_whole_hash(model: Model, start: Start)
     assert stats["load_failures"] == 0
 
 
-def test_the_next_turn_goes_on_from_the_end_of_the_last_prompt(model: Model, start: Start) -> None:
+def test_the_next_turn_continues_from_the_end_of_the_last_prompt(model: Model, start: Start) -> None:
     running = start({"host_memory": HOST})
     first = prompt(model.block + 200, seed=1)
     turn = first + ask(running, first).tokens + prompt(150, seed=2)
@@ -87,7 +87,7 @@ def test_prompts_that_part_inside_a_block_share_the_whole_ones_only(model: Model
     assert model.same(shared, alone)
 
 
-def test_beside_what_the_device_holds(model: Model, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tail_is_loaded_beside_the_device_blocks(model: Model, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     from undercroft.connector.scheduler import scheduler
 
     running = start({"host_memory": HOST})

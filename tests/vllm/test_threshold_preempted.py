@@ -25,7 +25,7 @@ def client(llama_with_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.mark.parametrize("answer", ["finish_reason", "error"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_preempted_request_has_generated_is_kept(client: Client, stream: bool, answer: str) -> None:
+def test_tokens_that_a_preempted_request_has_generated_are_kept(client: Client, stream: bool, answer: str) -> None:
     """With threshold 0.001: served at arrival, when its prompt is said to be cached, and rejected when it is not."""
     expected = [tokens for tokens, _ in send(client, stream, cache_hit_threshold=0)]
     params = {"cache_hit_threshold": 0.001, "cache_hit_threshold_answer": answer, "pretend_at_arrival": 500}

@@ -44,7 +44,7 @@ def test_decided_without_blocks_or_computation(shared: Engine, monkeypatch: pyte
     assert len(scheduled) == 1
 
 
-def test_waits_for_the_lookup_and_counts_what_it_found(shared: Engine) -> None:
+def test_a_decision_waits_for_the_lookup_and_counts_its_tokens(shared: Engine) -> None:
     before = shared.steps
     refused = shared.generate(WHOLE, 4, params=limit(0.5) | {"late": 3, "pretend": 256})
     assert rejected(refused)

@@ -193,7 +193,7 @@ def test_streams_of_other_protocols_end_as_without_a_threshold(fresh: Client) ->
     assert '"stop_reason":"max_tokens"' in messages.replace(" ", "")
 
 
-def test_decisions_are_made_whatever_is_cached(fresh: Client) -> None:
+def test_decisions_are_made_without_a_cached_prompt(fresh: Client) -> None:
     question = {"type": "yes_no", "instructions": "is it cached?"}
     answer = fresh.raw({"state": TEXT, "questions": {"q": question}}, "/v1/systemone")
     assert answer.status_code != 500, answer.text

@@ -151,7 +151,7 @@ def test_prefix_caching_off(plain: dict[str, list[int]], start: Start) -> None:
     assert one.device_blocks_in_use() == 0
 
 
-def test_a_broken_cache_leaves_what_the_device_holds(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_cache_leaves_the_hits_of_the_device(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     one = start()
     one.generate(WHOLE, 2)
     settle(one)

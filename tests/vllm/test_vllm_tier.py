@@ -84,15 +84,15 @@ def test_a_hit_ends_in_what_vllm_has_loaded_for_another_prompt(
     size = model.block
     base, long = model.ids(3, extra=9), model.ids(5, extra=9)
     ends_there = base[: 3 * size] + prompt(size + 50, seed=7)
-    goes_on = base[: 3 * size] + prompt(size + 9, seed=6)
+    continues = base[: 3 * size] + prompt(size + 9, seed=6)
     first, whole = engine(model.directory, options, **settings), {}
-    for ids in (base, long, goes_on):
+    for ids in (base, long, continues):
         whole[len(ids)] = first.generate(ids, TOKENS, logprobs=BEST)
         settled(first)
     whole[len(ends_there)] = first.generate(ends_there, TOKENS, logprobs=BEST, cache_salt="alone")
     settled(first)
     first.close()
-    for ids, blocks in ((ends_there, 3), (goes_on, 4)):
+    for ids, blocks in ((ends_there, 3), (continues, 4)):
         second = engine(model.directory, options, **settings)
         for asked, hit in ((long, 5), (ids, blocks)):
             again = second.generate(asked, TOKENS, logprobs=BEST)

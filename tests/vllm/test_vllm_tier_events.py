@@ -83,7 +83,7 @@ def on_disk(one: Engine) -> set[tuple[int, int]]:
     return found
 
 
-def test_a_router_knows_what_the_disk_has(engine: Make, llama: Path, tmp_path: Path) -> None:
+def test_a_router_knows_the_blocks_on_disk(engine: Make, llama: Path, tmp_path: Path) -> None:
     options = extra_config(tmp_path / "cache", rows=16, disk_capacity="36MiB") | {"self_describing_kv_events": True}
     one, router = routed(engine, llama, options)
     ids = prompt(3 * BLOCK + 1)
@@ -115,7 +115,7 @@ def test_a_router_knows_what_the_disk_has(engine: Make, llama: Path, tmp_path: P
     assert router.on_disk == set()
 
 
-def test_a_router_knows_what_is_in_the_remote_store(engine: Make, llama: Path, tmp_path: Path) -> None:
+def test_a_router_knows_the_blocks_in_the_remote_store(engine: Make, llama: Path, tmp_path: Path) -> None:
     remote = {"remote": f"file://{tmp_path}/remote", "remote_object": "1MiB"}
     one, router = routed(engine, llama, extra_config(tmp_path / "cache", **remote))
     ids = prompt(8 * BLOCK + 1)

@@ -61,7 +61,7 @@ class Life:
 
     def __init__(self, context: Any, number: int, arguments: tuple[Any, ...], counts: Counter[str]) -> None:
         self._number, self._counts = number, counts
-        self._told, tells = context.Pipe(duplex=False)
+        self._results, tells = context.Pipe(duplex=False)
         name = f"killed-{os.getpid()}-{number}"
         seed = SEED * 1000 + number
         self._process = context.Process(target=live, args=(*arguments, name, seed, tells), daemon=True)
@@ -72,8 +72,8 @@ class Life:
 
     def answers(self) -> None:
         """Wait for answers, which are right."""
-        assert self._told.poll(300), f"life {self._number} does not answer"
-        answers, cached, wrong, damaged = self._told.recv()
+        assert self._results.poll(300), f"life {self._number} does not answer"
+        answers, cached, wrong, damaged = self._results.recv()
         self._counts += Counter(answers=answers, cached=cached)
         assert not wrong, f"life {self._number}: the answers to turns {wrong} are wrong"
         assert not damaged, f"life {self._number}: bytes do not match their checksums"
@@ -81,7 +81,7 @@ class Life:
     def runs(self, seconds: float) -> None:
         """Let it answer for some time."""
         end = time.monotonic() + seconds
-        while self._told.poll(max(0.0, end - time.monotonic())):
+        while self._results.poll(max(0.0, end - time.monotonic())):
             self.answers()
 
     def is_killed(self) -> None:
@@ -91,7 +91,7 @@ class Life:
         self._process.join()
         with contextlib.suppress(EOFError, ConnectionResetError):
             self.runs(0.0)
-        self._told.close()
+        self._results.close()
         self._memory.unlink(missing_ok=True)
 
 

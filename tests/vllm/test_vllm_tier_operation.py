@@ -144,7 +144,7 @@ def test_a_hung_disk_holds_up_neither_aborts_nor_resets_nor_the_end(
     assert time.monotonic() - begin < 60, "the end waits for writes in flight only"
 
 
-def test_a_disk_that_goes_away_costs_hits_only(
+def test_a_disk_that_disappears_costs_hits_only(
     engine: Make, llama: Path, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = extra_config(tmp_path / "cache")

@@ -58,7 +58,7 @@ def _digits(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Clear, wait, and print the number of removed blocks."""
     socket = engines.socket_of(args)
-    what, named = _what(args)
+    what, named = _selection(args)
     confirm(args, f"{named} from unix://{socket}")
     begun = engines.operate(socket, {"clear": {"what": what, "erase": args.erase}})
     cleared, over = waiting.until(
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if over and cleared["durable"] else 1
 
 
-def _what(args: argparse.Namespace) -> tuple[Any, str]:
+def _selection(args: argparse.Namespace) -> tuple[Any, str]:
     """The selection of the blocks: for the engine, and as a text for people."""
     if args.namespace is not None:
         return {"namespace": args.namespace}, f"all blocks of namespace {args.namespace}"

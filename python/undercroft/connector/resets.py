@@ -75,7 +75,7 @@ class Resets:
         """Whether a sleep kept the tiers, and no reset has dropped them since."""
         self._keep_once = False
         """Whether the next reset belongs to a sleep during which the weights stay."""
-        self._has_warned = self._has_told = False
+        self._has_warned = self._has_reported = False
 
     def reset_cache(self) -> bool:
         """vLLM asks for a reset. The tiers are dropped, except for a sleep with the same weights, and unless each
@@ -123,8 +123,8 @@ class Resets:
         if self._scheduler.origin.is_private:
             return
         self._scheduler.use_namespace(None)
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_reported:
+            self._has_reported = True
             logger.warning(
                 "undercroft: %s may have changed the weights. From now on no other vLLM and no restart finds the "
                 "blocks that this vLLM saves, and it finds no block from before (docs/identity.md).",

@@ -114,7 +114,7 @@ def start_scheduler(
         stats, recorder, shadow = _observers(vllm_config, config, engine, groups, registration)
         naming.digests.save()
         _say_how_it_runs(config, engine, session, groups, registration)
-        _say_what_does_not_apply(config, engine, ranks, not_reused, divided)
+        _log_restrictions(config, engine, ranks, not_reused, divided)
         announcement.announce(engine.arena)
     except BaseException:
         engine.close()
@@ -177,7 +177,7 @@ def _say_how_it_runs(
         logger.warning("undercroft: %s (docs/remote.md)", limited)
 
 
-def _say_what_does_not_apply(
+def _log_restrictions(
     config: UndercroftConfig, engine: Engine, ranks: int, not_reused: str | None, divided: Division
 ) -> None:
     if engine.is_shared and (ignored := ignored_options(config, engine.info(), ranks)):

@@ -46,5 +46,5 @@ def for_connector(
         global_threshold,
         problem,
         requests_choose="threshold" in client_fields,
-        tells_figures="explain" in client_fields,
+        reports_figures="explain" in client_fields,
     )

@@ -41,7 +41,7 @@ class Rejection:
     local_tokens: int
     external_tokens: int
     required_tokens: int
-    tells_figures: bool = True
+    reports_figures: bool = True
     """Whether the response has the token counts, which tell how much of the prompt other requests have used."""
 
     reason = "cache_threshold"
@@ -64,7 +64,7 @@ class Rejection:
             "required_tokens": self.required_tokens,
         }
         told = {"threshold": self.threshold, "source": self.source}
-        return {"cache_threshold": told | figures if self.tells_figures else told}
+        return {"cache_threshold": told | figures if self.reports_figures else told}
 
     def __str__(self) -> str:
         # Rounded down, in whole numbers: a rate just below the threshold must not look equal to the threshold.
@@ -81,7 +81,7 @@ class HitThreshold:
 
     Only the scheduler's thread uses it. ``unavailable``: the reason why vLLM cannot reject requests; None if it can.
     With a reason, no request is rejected. ``requests_choose``: whether a request's own threshold counts.
-    ``tells_figures``: see `Rejection`.
+    ``reports_figures``: see `Rejection`.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class HitThreshold:
         unavailable: str | None = None,
         *,
         requests_choose: bool = True,
-        tells_figures: bool = True,
+        reports_figures: bool = True,
     ) -> None:
         self._global = global_threshold
         self._requests_choose = requests_choose
-        self._tells_figures = tells_figures
+        self._reports_figures = reports_figures
         self._unavailable = unavailable
         self._log_once = log.LogOnce(logger)
         self.rejected: dict[str, Rejection] = {}
@@ -129,7 +129,7 @@ class HitThreshold:
             return False
         self._asks[request_id] = asks
         self.rejected[request_id] = Rejection(
-            request_id, threshold, source, local_tokens, external_tokens, required, self._tells_figures
+            request_id, threshold, source, local_tokens, external_tokens, required, self._reports_figures
         )
         return True
 

@@ -123,7 +123,7 @@ fn a_tier_that_holds_everything_stores_each_block_once() {
 }
 
 #[test]
-fn the_lower_tier_gives_what_it_gives_alone() {
+fn the_lower_tier_counts_the_same_without_the_upper_tier() {
     let trace = sample();
     for kind in [PolicyKind::Lru, PolicyKind::LeafHd] {
         let both = run(&trace, &[500, 4000], kind);
@@ -153,7 +153,7 @@ fn the_engine_agrees_with_the_model_on_the_sample() {
 }
 
 #[test]
-fn the_engine_s_disk_holds_what_its_policy_keeps() {
+fn the_engine_with_a_disk_matches_its_policy_alone() {
     let trace = sample();
     for kind in [PolicyKind::Lru, PolicyKind::LeafHd] {
         let engine = run_engine(&trace, &options(512, 4096, kind));
@@ -169,7 +169,7 @@ fn the_engine_s_disk_holds_what_its_policy_keeps() {
 }
 
 #[test]
-fn second_touch_writes_what_comes_again_and_no_more() {
+fn second_touch_writes_reused_blocks_only() {
     let trace = sample();
     let all = options(512, 100_000, PolicyKind::Lru);
     let writes_all = run_engine(&trace, &all);

@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_key_is_refused_without_showing_it() {
+    fn read_refuses_a_malformed_key_file_and_shows_no_key() {
         let good = "0a".repeat(32);
         for (contents, reason) in [
             (String::new(), "it has no key"),

@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_tells_the_times_of_its_ticks() {
+    fn ages_from_a_store_map_times_to_ticks_and_back() {
         // The beginning of a minute.
         const THEN: u32 = CLOCK_MIN + 600_000;
         let mut ages = Ages::new(0);

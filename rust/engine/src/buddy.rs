@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_given_back_becomes_one_run_again() {
+    fn returned_units_merge_into_whole_runs() {
         let mut buddy = Buddy::new(16, 3);
         let taken: Vec<u32> = std::iter::from_fn(|| buddy.take(0)).collect();
         assert_eq!(taken.len(), 16);

@@ -62,7 +62,7 @@ struct Replay {
 
 impl Replay {
     /// Whether a node's changes are told.
-    fn has_told(&self, id: NodeId) -> bool {
+    fn has_reported(&self, id: NodeId) -> bool {
         id < self.next || !self.ahead.is_empty() && self.ahead.contains(&id)
     }
 
@@ -80,7 +80,7 @@ impl Replay {
                 self.climb(residency);
             } else if let Some((id, epoch)) = self.path.pop() {
                 let is_here = forest.is_live(id, epoch) && !residency.node(id).is_detached();
-                if is_here && !self.has_told(id) {
+                if is_here && !self.has_reported(id) {
                     self.ahead.insert(id);
                     let payloads = residency.readable(id).into_iter();
                     events.extend(
@@ -97,7 +97,7 @@ impl Replay {
                 let is_due = forest.is_used(id)
                     && residency.node(id).ns == ns
                     && !residency.node(id).is_detached()
-                    && !self.has_told(id);
+                    && !self.has_reported(id);
                 if is_due {
                     self.path.push((id, residency.node(id).epoch));
                     self.climbs = true;
@@ -121,7 +121,7 @@ impl Replay {
         };
         let above = residency.node(top).parent();
         let is_due = |above: NodeId| {
-            above != NONE && !residency.node(above).is_detached() && !self.has_told(above)
+            above != NONE && !residency.node(above).is_detached() && !self.has_reported(above)
         };
         if is_due(above) {
             self.path.push((above, residency.node(above).epoch));
@@ -153,7 +153,7 @@ impl Feed {
     }
 
     /// Whether the replay has told all payloads of the tiers and the remote store.
-    fn is_told(&self) -> bool {
+    fn is_complete(&self) -> bool {
         self.replay.is_done() && self.remote_next == u64::MAX
     }
 }
@@ -181,7 +181,7 @@ impl Feeds {
     /// Notes a change of a node, for the feeds that have told the node.
     pub(super) fn note(&mut self, ns: NsId, id: NodeId, event: BlockEvent) {
         for feed in &mut self.feeds {
-            if feed.of.ns != ns || feed.is_stale || !feed.replay.has_told(id) {
+            if feed.of.ns != ns || feed.is_stale || !feed.replay.has_reported(id) {
                 continue;
             }
             feed.push(event, self.capacity);
@@ -206,7 +206,7 @@ impl Feeds {
     pub(super) fn has_some(&self, session: SessionId, of: Option<FeedOf>) -> bool {
         let feed = self.feeds.iter().find(|feed| feed.session == session);
         feed.is_none_or(|feed| {
-            !feed.ring.is_empty() || feed.is_stale || Some(feed.of) != of || !feed.is_told()
+            !feed.ring.is_empty() || feed.is_stale || Some(feed.of) != of || !feed.is_complete()
         })
     }
 
@@ -246,7 +246,7 @@ impl Feeds {
         } else if feed.remote_next != u64::MAX {
             feed.remote_next = replay_remote(feed.remote_next, &mut taken.events);
         }
-        taken.more = !feed.is_told();
+        taken.more = !feed.is_complete();
         taken
     }
 }

@@ -529,7 +529,7 @@ fn limits_below_one_hash_block_are_a_miss() {
 }
 
 #[test]
-fn a_prefetch_that_a_client_was_told_of_gives_way_to_nobody() {
+fn a_prefetch_with_a_lease_gives_way_to_no_lookup() {
     let mut machine = Machine::new();
     let mut engine = machine.engine(1);
     let session = engine.open_session(spec()).unwrap();

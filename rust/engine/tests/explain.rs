@@ -187,7 +187,7 @@ fn a_part_that_was_evicted_is_the_reason_for_the_end_of_a_hit_and_no_miss() {
 }
 
 #[test]
-fn what_another_model_has_is_a_matter_of_identity() {
+fn blocks_of_another_model_give_the_reason_other_identity() {
     let (mut engine, session) = engine(config(), 0);
     save(&mut engine, session, &prompt(1, 4));
     let other = engine.open_session(spec("two", GroupKind::Full)).unwrap();
@@ -214,7 +214,7 @@ fn a_save_under_way_is_incomplete_and_a_payload_that_cannot_be_read_is_lost() {
 }
 
 #[test]
-fn too_little_and_too_short_a_hit_are_told_apart() {
+fn too_few_tokens_and_the_threshold_are_different_reasons() {
     let least = EngineConfig {
         min_load_tokens: Some(100),
         ..config()
@@ -243,7 +243,7 @@ fn without_its_window_a_chain_is_no_hit() {
 }
 
 #[test]
-fn what_is_on_disk_and_not_read_has_its_own_reasons() {
+fn blocks_on_disk_that_are_not_loaded_have_their_own_reasons() {
     let of = |config: EngineConfig| {
         let (mut engine, session) = engine(config, 64);
         save(&mut engine, session, &prompt(1, 8));
@@ -298,7 +298,7 @@ fn what_is_on_disk_and_not_read_has_its_own_reasons() {
 }
 
 #[test]
-fn the_last_lookups_are_told_latest_first_in_parts_and_by_request() {
+fn explain_lists_the_last_lookups_latest_first_in_parts_and_by_request() {
     let (mut engine, session) = engine(
         EngineConfig {
             explained_lookups: 300,
@@ -373,7 +373,7 @@ fn a_prefetch_is_no_answer_unless_its_client_takes_it_for_one() {
 }
 
 #[test]
-fn the_tokens_of_each_request_are_counted_once_whatever_was_found() {
+fn repeated_lookups_count_the_tokens_of_a_request_once() {
     let (mut engine, session) = engine(config(), 0);
     save(&mut engine, session, &prompt(1, 4));
     let longer: Vec<BlockHash> = [prompt(1, 4), prompt(3, 2)].concat();

@@ -109,7 +109,7 @@ fn a_state_is_added_to_a_chain_that_is_there_and_counts_only_at_its_boundary() {
 }
 
 #[test]
-fn the_shared_prefix_is_told_although_no_hit_can_end_there() {
+fn a_miss_reports_the_shared_prefix_although_no_hit_can_end_there() {
     let (mut engine, session) = engine(64 << 20, GroupKind::State);
     save(&mut engine, session, &chain(1, 8), &[offer(7, 8)]);
     let other: Vec<BlockHash> = chain(1, 5).into_iter().chain(chain(2, 3)).collect();
@@ -136,7 +136,7 @@ fn a_draft_group_keeps_hits_away_from_the_end() {
 }
 
 #[test]
-fn a_load_takes_a_window_but_not_what_lies_before_it() {
+fn a_load_takes_a_window_but_no_blocks_before_it() {
     let tokens = 2 * HASH_BLOCK + 1;
     let (mut engine, session) = engine(64 << 20, GroupKind::SlidingWindow { tokens });
     let hashes = chain(1, 8);
@@ -191,7 +191,7 @@ fn old_windows_go_before_the_chains_that_they_stand_on() {
 }
 
 #[test]
-fn what_a_load_reads_stays_however_tight_it_gets() {
+fn slots_of_a_load_stay_under_memory_pressure() {
     let tokens = 4 * HASH_BLOCK + 1;
     let (mut engine, session) = engine(4 << 20, GroupKind::SlidingWindow { tokens });
     let hashes = chain(1, 16);
@@ -245,7 +245,7 @@ fn alone(kind: GroupKind) -> (Engine, SessionId) {
 }
 
 #[test]
-fn a_long_chain_of_nodes_without_payloads_goes_on_a_small_stack() {
+fn a_long_chain_of_nodes_without_payloads_is_freed_on_a_small_stack() {
     let small = std::thread::Builder::new().stack_size(1 << 20);
     let thread = small.spawn(|| {
         let (mut engine, session) = alone(GroupKind::State);

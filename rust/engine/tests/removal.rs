@@ -32,7 +32,7 @@ fn chain(seed: u8, len: u32) -> Vec<BlockHash> {
 }
 
 #[test]
-fn no_page_of_a_load_goes_to_another_size_class_while_its_namespace_is_removed() {
+fn no_page_of_a_load_changes_its_size_class_while_its_namespace_is_removed() {
     let mut engine = Engine::new(EngineConfig {
         removals: 1,
         ..EngineConfig::new(HOST_BYTES)

@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn an_impossible_value_is_named_with_what_is_allowed() {
+    fn an_impossible_value_is_refused_with_the_allowed_values() {
         let unknown = refused(r#"{"host_mem": 1}"#);
         assert!(unknown.contains("`host_mem`") && unknown.contains("`host_memory`"));
         let choice = refused(r#"{"io_engine": "aio"}"#);

@@ -330,8 +330,8 @@ mod tests {
         .unwrap()
     }
 
-    /// Saves blocks of two sizes with bytes of their own, until `goes_on` returns false after a block.
-    fn save(engine: &RunningEngine, first: u64, goes_on: impl Fn(u64) -> bool) -> u64 {
+    /// Saves blocks of two sizes with bytes of their own, until `continues` returns false after a block.
+    fn save(engine: &RunningEngine, first: u64, continues: impl Fn(u64) -> bool) -> u64 {
         let driver = engine.driver();
         let sessions = [20_000, 65_536].map(|payload_bytes| {
             let spec = NamespaceSpec::uniform(
@@ -343,7 +343,7 @@ mod tests {
             (session.unwrap().unwrap(), payload_bytes as usize)
         });
         let mut block = first;
-        while goes_on(block) {
+        while continues(block) {
             // The sizes alternate, so that pages change their size class.
             let (session, payload_bytes) = sessions[(block / 500 % 2) as usize];
             let mut hash = [7; 32];
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_replaced_during_a_verification_is_not_corrupt() {
+    fn blocks_replaced_during_a_verification_are_not_corrupt() {
         let root = tempfile::tempdir().unwrap();
         let store = root.path().join("store");
         let engine = start(&store);

@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn no_changed_byte_and_no_cut_goes_unnoticed() {
+    fn a_file_with_a_changed_byte_or_a_cut_is_refused() {
         let whole = file();
         let header = BLOCK_BYTES + ENTRY_BYTES;
         for at in (header..whole.len()).chain([0, 8, BLOCK_BYTES, BLOCK_BYTES + 30]) {

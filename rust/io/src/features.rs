@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn the_probe_agrees_with_what_opens() {
+    fn the_probe_agrees_with_the_opened_engine() {
         let (engine, features) = open(IoEngineChoice::Auto);
         match probe_io_uring() {
             Ok(()) => assert_eq!(engine.name(), "io_uring"),

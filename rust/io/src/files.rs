@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_with_another_name_and_what_is_no_file_are_refused() {
+    fn a_file_with_two_names_is_refused_and_so_is_a_socket() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("data");
         drop(open_file(&path, true).unwrap());

@@ -460,7 +460,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_short_transfer_goes_on_behind_its_last_whole_unit() {
+    fn a_short_transfer_continues_behind_its_last_whole_unit() {
         let mut progress = Progress::new(4 * UNIT);
         assert_eq!(progress.advance(Ok(UNIT), true), Next::Again);
         assert_eq!(progress.remaining(), 3 * UNIT);

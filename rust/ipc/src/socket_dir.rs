@@ -217,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_directory_is_made_private_whatever_the_umask() {
+    fn the_directory_and_its_socket_are_made_private() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("a/b");
         prepare(&dir).unwrap();

@@ -274,7 +274,7 @@ fn take(bytes: &[u8]) -> bool {
 
 /// A change of the protocol changes the corpus, and its version: run with UNDERCROFT_WRITE_CORPUS=1.
 #[test]
-fn the_corpus_is_what_this_version_says() {
+fn the_corpus_matches_the_messages_of_this_version() {
     for (name, bytes) in samples() {
         let path = corpus().join(name);
         if std::env::var_os("UNDERCROFT_WRITE_CORPUS").is_some() {

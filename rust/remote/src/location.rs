@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_url_is_shown_with_what_is_allowed() {
+    fn a_wrong_url_is_shown_with_the_allowed_forms() {
         for url in [
             "/mnt/shared",
             "ftp://host/dir",

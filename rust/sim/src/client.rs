@@ -260,8 +260,8 @@ impl World {
         if let (Some(pending), Some(entered)) = (pending, entered) {
             // A lookup that waits for the remote store reads the index again, and so finds blocks that others have
             // saved since. This does not change whether it is pending.
-            let is_told = awaits_objects && pending.is_pending() && answer.is_pending();
-            if entered != answer || pending != answer && !is_told {
+            let is_expected = awaits_objects && pending.is_pending() && answer.is_pending();
+            if entered != answer || pending != answer && !is_expected {
                 return Err(format!(
                     "{name} was said to be {pending:?}, and is answered {entered:?}, then {answer:?}"
                 ));

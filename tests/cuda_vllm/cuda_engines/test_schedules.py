@@ -88,7 +88,7 @@ def test_blocks_come_back_with_the_older_model_runner(
     comes_back(one, expected)
 
 
-def test_preempted_requests_come_back_to_what_was_saved(
+def test_preempted_requests_resume_from_saved_blocks(
     fake: Fake, engine: Make, llama: Path, reference: Reference
 ) -> None:
     prompts = [[(17 * i + 7 * j) % 990 + 5 for i in range(110)] for j in range(4)]

@@ -18,7 +18,7 @@ Reference = Callable[..., list[int]]
 LATE = prompt(300, seed=9)
 
 
-def test_saves_end_before_the_memory_goes(
+def test_saves_end_before_sleep_frees_the_memory(
     fake: Fake, engine: Make, llama: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc

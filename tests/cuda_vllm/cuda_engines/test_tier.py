@@ -111,7 +111,7 @@ def test_states_come_back(fake: Fake, engine: Make, lfm2: Path, tmp_path: Path) 
 
 
 @pytest.mark.skipif(not fake_cuda.is_loaded(), reason="ranks on GPUs need NCCL")
-def test_what_two_ranks_have_saved_comes_back(
+def test_two_ranks_load_blocks_that_they_have_saved(
     fake: Fake, engine: Make, llama: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank is a process with a device of its own, and copies its half of each row."""
@@ -139,7 +139,7 @@ def test_damaged_bytes_are_computed(
     assert stats(second)["checksum_failures"] > 0
 
 
-def test_a_disk_that_hangs_or_goes_away_costs_hits_only(
+def test_a_disk_that_hangs_or_disappears_costs_hits_only(
     fake: Fake, engine: Make, llama: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inject_faults(monkeypatch)

@@ -90,7 +90,7 @@ def test_saves_wait_no_longer_than_the_disk_needs(monkeypatch: pytest.MonkeyPatc
     assert disk.save(50) == pytest.approx(0.5, abs=0.1)
 
 
-def test_pieces_are_not_single_pages_before_an_engine_elsewhere_has_told_its_memory() -> None:
+def test_pieces_are_not_single_pages_before_an_engine_elsewhere_reports_its_memory() -> None:
     told: dict[str, int] = {}
     waits = Writes(SimpleNamespace(stats=lambda: told))  # type: ignore[arg-type]
     assert waits.piece == 16 * MIB

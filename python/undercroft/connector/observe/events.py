@@ -67,13 +67,13 @@ class Events:
         self._name = compat.event_hasher()
         self._block_size = groups.engine_block_size
         self._groups = groups
-        self._told: dict[int, _Group] = {}
+        self._event_groups: dict[int, _Group] = {}
         """The groups with events, by the engine's group. A hash block may hold several blocks of a KV cache group. Only
         the last of these has a known hash, so only its engine group has events."""
         for index, of_engine in enumerate(groups.engine_groups):
             if of_engine.block_tokens and of_engine.index == of_engine.per_block - 1:
                 spec = kv_cache_config.kv_cache_groups[of_engine.group].kv_cache_spec
-                self._told[index] = _Group(of_engine.group, *compat.event_spec(spec))
+                self._event_groups[index] = _Group(of_engine.group, *compat.event_spec(spec))
         self._sources: dict[bytes, _Place] = {}
         self._live: dict[str, tuple[Request, int]] = {}
         """Requests that have not finished, each with the number of its blocks that are remembered."""
@@ -138,7 +138,7 @@ class Events:
         events: list[Any] = [compat.AllBlocksCleared()] if cleared else []
         run = _Run(self)
         for change in changes:
-            if change[2] not in self._told:
+            if change[2] not in self._event_groups:
                 continue
             at = self._sources.get(change[3], _NOWHERE) if change[0] else _NOWHERE
             if not run.takes(change, at):
@@ -149,7 +149,7 @@ class Events:
     def event(self, first: _Change, hashes: Sequence[bytes], at: _Place) -> Any:
         """One event for a run of blocks. ``first``: the change of its first block. ``at``: where its tokens are."""
         stored, tier, engine_group, _, parent = first
-        group = self._told[engine_group]
+        group = self._event_groups[engine_group]
         place = {
             "medium": compat.MEDIUM_CPU if tier == "host" else compat.MEDIUM_STORAGE,
             "group_idx": group.index,

@@ -232,7 +232,7 @@ fn an_order_without_a_namespace_or_beside_another_is_refused() {
 }
 
 #[test]
-fn an_engine_that_drains_takes_nothing_new_and_serves_what_is_in_memory() {
+fn a_draining_engine_refuses_saves_and_serves_host_memory_only() {
     let (_guard, store) = dir();
     let dirs = [store];
     let mut rig = Open::new(&dirs).plain();

@@ -205,7 +205,7 @@ fn a_device_that_fails_every_read_is_given_up_and_tried_again() {
 }
 
 #[test]
-fn whatever_the_noise_no_byte_is_wrong_and_the_tier_recovers() {
+fn the_tier_serves_no_wrong_byte_under_random_faults_and_recovers() {
     let rates = FaultRates {
         short: 50,
         interrupted: 50,

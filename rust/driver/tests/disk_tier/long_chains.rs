@@ -62,7 +62,7 @@ fn pieces_of_a_long_chain_pass_through_a_small_arena() {
 }
 
 #[test]
-fn a_save_that_is_larger_than_the_arena_goes_on_as_the_disk_writes() {
+fn a_save_larger_than_the_arena_continues_as_the_disk_writes() {
     let (_guard, store) = dir();
     let dirs = [store];
     let mut rig = Open::new(&dirs).plain();

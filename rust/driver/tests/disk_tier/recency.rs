@@ -23,7 +23,7 @@ fn saved(rig: &mut Rig, prompts: impl Iterator<Item = u64>) {
 }
 
 #[test]
-fn what_was_hit_is_evicted_last_after_a_restart() {
+fn blocks_with_hits_are_evicted_last_after_a_restart() {
     for io in Io::all() {
         for ends in ["lazily", "at once"] {
             let (_guard, store) = dir();

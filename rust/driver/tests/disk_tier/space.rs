@@ -116,7 +116,7 @@ fn examined(path: &Path) -> open::Examination {
 }
 
 #[test]
-fn a_start_after_a_resize_takes_only_the_space_that_is_free_says_so_and_goes_on_writing() {
+fn a_start_after_a_resize_takes_only_free_space_reports_it_and_continues_to_write() {
     let Some(filesystem) = Filesystem::mount() else {
         return;
     };

@@ -214,7 +214,7 @@ fn pages_grow_with_the_capacity() {
 }
 
 #[test]
-fn a_lower_capacity_keeps_what_fits_and_says_so() {
+fn a_store_with_a_lower_capacity_shrinks_and_reports_it() {
     let (_guard, store) = dir();
     drop(open::open(&store, 4 * DISK, 1).unwrap());
     let opened = open::open(&store, DISK, 1).unwrap();
@@ -267,7 +267,7 @@ fn records_that_a_lower_capacity_has_moved_are_found_by_each_later_start() {
 }
 
 #[test]
-fn an_examination_says_what_opening_does_and_changes_nothing() {
+fn examine_predicts_the_result_of_open_and_changes_nothing() {
     let (guard, store) = dir();
     let examine = |path: &Path, capacity| {
         let options = StoreOptions::from(capacity);

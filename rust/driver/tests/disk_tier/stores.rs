@@ -336,7 +336,7 @@ fn the_write_budget_holds() {
 }
 
 #[test]
-fn second_touch_writes_what_is_asked_for_again() {
+fn second_touch_writes_only_blocks_with_a_hit() {
     let (_guard, store) = dir();
     let dirs = [store];
     let mut open = Open::new(&dirs);
@@ -353,7 +353,7 @@ fn second_touch_writes_what_is_asked_for_again() {
 }
 
 #[test]
-fn files_are_private_whatever_the_umask() {
+fn files_are_private_with_any_umask() {
     for umask in ["000", "077", "777"] {
         let (_guard, store) = dir();
         child::run("stores::child_saves", &store, umask);

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_other_pin_keeps_is_freed_in_any_order() {
+    fn a_removed_pin_frees_its_unshared_nodes_in_any_order() {
         let chains: [&[NodeId]; 5] = [
             &[1, 2, 3, 4],
             &[1, 2, 5, 6, 7],

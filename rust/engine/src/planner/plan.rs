@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn one_in_a_hundred_near_even_decisions_goes_the_other_way() {
+    fn one_in_a_hundred_near_even_decisions_takes_the_other_way() {
         let mut count = 0;
         let mut other_ways = 0;
         for _ in 0..1000 {
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_goes_on_while_the_rest_takes_less_than_it_saves() {
+    fn a_wait_continues_while_the_rest_takes_less_than_it_saves() {
         assert_eq!(stop(&wait(10.0, 0.0, Some(50.0)), 0.25), None);
         assert_eq!(stop(&wait(10.0, 0.0, Some(150.0)), 0.25), Some(Stop::Rest));
         assert_eq!(stop(&wait(60.0, 0.7, Some(20.0)), 0.25), None);
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_predicted_a_quarter_is_waited_unless_a_part_has_come() {
+    fn a_wait_ends_after_a_quarter_for_any_prediction_unless_a_part_has_come() {
         assert_eq!(stop(&wait(24.0, 0.0, None), 0.25), None);
         assert_eq!(
             stop(&wait(25.0, 0.0, Some(1.0)), 0.25),

@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn certain_is_what_the_fastest_of_the_recent_steps_took() {
+    fn the_certain_part_follows_the_fastest_of_the_recent_steps() {
         let held_up = |i: u64| Step {
             duration_ns: step(512, 0, 0).duration_ns * if i.is_multiple_of(5) { 1 } else { 2 },
             ..step(512, 0, 0)

@@ -289,7 +289,7 @@ impl Flight {
     }
 
     /// Whether more of it may arrive.
-    pub(crate) fn goes_on(&self) -> bool {
+    pub(crate) fn continues(&self) -> bool {
         !self.fate.is_over
     }
 
@@ -304,8 +304,8 @@ impl Flight {
     }
 
     /// Whether it brings blocks of a namespace and goes on.
-    pub(crate) fn goes_on_in(&self, ns: NsId) -> bool {
-        self.goes_on() && self.chain.ns == ns
+    pub(crate) fn continues_in(&self, ns: NsId) -> bool {
+        self.continues() && self.chain.ns == ns
     }
 
     /// The hash blocks between which it has brought blocks: the hit that the tiers alone allowed, and the hit now.

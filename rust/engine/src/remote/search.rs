@@ -370,7 +370,7 @@ mod segment_tests {
     }
 
     #[test]
-    fn what_stands_behind_a_hole_does_not_count() {
+    fn segments_behind_a_hole_do_not_count() {
         let mut search = Segments::new(100);
         let asked = search.next_round().to_vec();
         assert_eq!(asked, [9, 19, 29, 39, 49, 59, 69, 79, 89, 99]);
@@ -380,7 +380,7 @@ mod segment_tests {
     }
 
     #[test]
-    fn without_an_answer_what_is_known_counts() {
+    fn known_segments_count_without_an_answer() {
         let mut search = Segments::new(100);
         search.next_round();
         search.answer(None);

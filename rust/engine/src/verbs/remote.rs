@@ -126,7 +126,7 @@ impl Engine {
         let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
         if let Some(flight) = share.waits.remote {
             let is_late = || self.is_flight_late((state, share), request.computed);
-            if self.flight_goes_on(flight, ns) && !is_late() {
+            if self.flight_continues(flight, ns) && !is_late() {
                 return true;
             }
             self.note_flight(id, (flight, ns), request.computed);
@@ -204,7 +204,7 @@ impl Engine {
         // A silent store costs a request its time limit only once.
         let gave_up = is_of_ns && of.is_given_up();
         let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
-        let stop = match is_of_ns && of.goes_on() && !share.waits.gave_up {
+        let stop = match is_of_ns && of.continues() && !share.waits.gave_up {
             true => self.flight_stop((state, share), of, computed),
             false => None,
         };
@@ -225,12 +225,12 @@ impl Engine {
         }
     }
 
-    fn flight_goes_on(&self, flight: FlightId, ns: NsId) -> bool {
+    fn flight_continues(&self, flight: FlightId, ns: NsId) -> bool {
         let flight = self
             .remote
             .as_ref()
             .and_then(|remote| remote.flight(flight));
-        flight.is_some_and(|flight| flight.goes_on_in(ns))
+        flight.is_some_and(|flight| flight.continues_in(ns))
     }
 
     /// Whether a request with `computed` tokens waits for a flight, and may continue to wait.
@@ -243,7 +243,7 @@ impl Engine {
         let Some(flight) = share.waits.remote else {
             return false;
         };
-        self.flight_goes_on(flight, ns)
+        self.flight_continues(flight, ns)
             && !share.waits.gave_up
             && !self.is_flight_late((state, share), computed)
     }

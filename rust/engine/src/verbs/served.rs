@@ -31,7 +31,7 @@ impl HitExtents {
     }
 
     /// Whether all extents have been listed.
-    pub fn is_told(&self) -> bool {
+    pub fn is_done(&self) -> bool {
         self.nodes == 0
     }
 }

@@ -187,7 +187,7 @@ fn serve_all_but(hung: u16, rig: &mut Rig, hanging: &mut Vec<IoRequest>) {
 }
 
 #[test]
-fn a_device_that_hangs_takes_only_what_lies_on_it() {
+fn a_device_that_hangs_affects_only_its_own_blocks() {
     let (mut rig, [on_hung, on_other]) = two_directories(&config(64 << 20));
     let mut hanging = Vec::new();
     for &number in &on_hung {
@@ -272,7 +272,7 @@ fn a_device_that_holds_writes_up_is_read_and_gets_no_more_writes() {
 }
 
 #[test]
-fn a_directory_whose_reads_fail_is_given_up_with_what_only_it_held() {
+fn a_directory_whose_reads_fail_is_given_up_with_its_own_blocks() {
     let (mut rig, [on_broken, on_other]) = two_directories(&config(64 << 20));
     for &number in &on_broken {
         rig.ask(number, 30);
@@ -299,7 +299,7 @@ fn a_directory_whose_reads_fail_is_given_up_with_what_only_it_held() {
 }
 
 #[test]
-fn whoever_waits_is_told_of_an_end_without_an_operation() {
+fn the_engine_reports_the_end_of_a_promotion_without_an_operation() {
     let config = EngineConfig {
         promotion_bytes: u64::from(30 * SMALL),
         ..config(64 << 20)
@@ -414,7 +414,7 @@ fn records_whose_write_failed_are_written_again() {
 }
 
 #[test]
-fn what_exceeds_the_write_queue_is_refused_with_its_reason_and_offered_again() {
+fn blocks_beyond_the_write_queue_are_refused_with_a_reason_and_offered_again() {
     const PAYLOAD: u32 = 64 << 10;
     for rate in [0, 1 << 20] {
         let config = EngineConfig {

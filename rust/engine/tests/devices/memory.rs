@@ -123,7 +123,7 @@ fn a_request_whose_load_has_failed_leaves_the_budget_of_its_reads_to_others() {
 }
 
 #[test]
-fn a_promotion_that_has_started_with_a_part_goes_on_before_an_older_one_that_does_not_fit() {
+fn a_partly_started_promotion_continues_before_an_older_one_that_does_not_fit() {
     const BUDGET: u32 = 30;
     let config = EngineConfig {
         seed: 42,

@@ -61,7 +61,7 @@ fn the_arena_returns_every_byte_of_the_pages_that_it_gives_up() {
 }
 
 #[test]
-fn what_the_system_does_not_take_back_is_said_to_be_kept() {
+fn a_resize_reports_the_bytes_that_the_system_does_not_take_back() {
     let mut rig = rig();
     let order = ResizeOrder {
         host_bytes: Some(HOST / 2),

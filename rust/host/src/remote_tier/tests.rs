@@ -203,7 +203,7 @@ fn walk(below: &Path) -> Vec<std::path::PathBuf> {
 }
 
 #[test]
-fn a_host_hits_what_another_has_computed() {
+fn a_host_hits_blocks_that_another_has_computed() {
     let root = tempfile::tempdir().unwrap();
     let one = Host::start(root.path(), "one", |_| {});
     one.compute(1);
@@ -268,7 +268,7 @@ fn damaged_objects_are_misses_and_are_written_anew() {
 }
 
 #[test]
-fn a_store_that_goes_away_is_told_and_costs_no_hit_in_host_memory() {
+fn a_store_that_disappears_is_reported_and_costs_no_hit_in_host_memory() {
     let root = tempfile::tempdir().unwrap();
     std::fs::create_dir(root.path().join("mount")).unwrap();
     let url = format!("file://{}", root.path().join("mount/remote").display());

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn populated_memory_is_in_huge_pages_whatever_the_system_does_by_default() {
+    fn populated_memory_is_in_huge_pages_with_any_default_of_the_system() {
         let arena = Arena::create(3 * HUGE_PAGE).unwrap();
         assert!((arena.address() as u64).is_multiple_of(HUGE_PAGE));
         arena.write(HUGE_PAGE, b"kept").unwrap();

@@ -298,7 +298,7 @@ impl Drop for Copier {
 }
 
 impl CopyPiece {
-    pub(super) fn goes_on_with(&self, next: &Self) -> bool {
+    pub(super) fn adjoins(&self, next: &Self) -> bool {
         self.address.wrapping_add(self.len as usize) == next.address
             && self.offset + self.len == next.offset
     }
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn drop_finishes_what_was_submitted() {
+    fn drop_finishes_submitted_copies() {
         let (arena, copier) = copier(8 * MIB, 1);
         let mut device = pattern(8 * MIB);
         let expected = device.clone();

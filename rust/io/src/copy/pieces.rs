@@ -148,7 +148,7 @@ impl<I: Iterator<Item = CopyPiece>> Iterator for Joined<I> {
                 return Some(piece);
             }
             match self.pieces.next() {
-                Some(following) if piece.goes_on_with(&following) => piece.len += following.len,
+                Some(following) if piece.adjoins(&following) => piece.len += following.len,
                 following => {
                     self.rest = following;
                     return Some(piece);

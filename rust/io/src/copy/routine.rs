@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tie_goes_to_the_routine_that_leaves_the_caches_alone() {
+    fn a_tie_selects_the_routine_that_leaves_the_caches_alone() {
         assert_eq!(of([1.0; 3], [1.0; 3], [1.0; 3]), Routine::Stream);
         assert_eq!(of([2.0; 3], [1.0; 3], [1.0; 3]), Routine::StreamFar);
     }

@@ -434,7 +434,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_is_changed_in_a_store_that_nobody_uses_is_durable() {
+    fn changes_to_an_unused_store_are_durable() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path();
         create(path, &SUPERBLOCK).unwrap();

@@ -110,7 +110,7 @@ impl FaultHook for Gate {
 }
 
 #[test]
-fn a_read_goes_before_the_writes_that_wait_for_a_thread() {
+fn a_read_starts_before_the_writes_that_wait_for_a_thread() {
     // More operations than the pool has threads for a device.
     let depth = 40;
     let dir = tempfile::tempdir().unwrap();

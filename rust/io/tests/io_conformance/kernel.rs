@@ -28,7 +28,7 @@ pub(crate) fn calls_that_fail_in_the_kernel_leave_room_for_others(open: Open) {
     assert_eq!(rig.read(0, 0, &bytes), Ok(checksum(&bytes)));
 }
 
-pub(crate) fn a_sync_of_each_file_succeeds_and_its_failure_is_told(open: Open) {
+pub(crate) fn a_sync_of_each_file_succeeds_or_reports_its_failure(open: Open) {
     let mut rig = Rig::new(open, Script::default());
     let sync = |file| IoRequest::Sync {
         token: 9,

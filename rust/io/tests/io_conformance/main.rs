@@ -32,7 +32,7 @@ use erase::{
 };
 use given::{a_given_checksum_is_not_computed, the_checksum_covers_the_payload_only};
 use kernel::{
-    a_sync_of_each_file_succeeds_and_its_failure_is_told,
+    a_sync_of_each_file_succeeds_or_reports_its_failure,
     calls_that_fail_in_the_kernel_leave_room_for_others,
 };
 use rig::{ARENA, DEPTH, Open, Rig, UNIT, meta, os, pattern, read, write};
@@ -351,7 +351,7 @@ fn waiting_ends_by_timeout_and_by_waking(open: Open) {
     waker.wake();
 }
 
-fn dropping_waits_for_what_is_in_flight(open: Open) {
+fn dropping_waits_for_operations_in_flight(open: Open) {
     for _ in 0..20 {
         let mut rig = Rig::new(open, Script::default());
         for token in 0..DEPTH as u64 - 1 {
@@ -565,10 +565,10 @@ macro_rules! conformance {
             more_than_the_depth_is_refused
             every_request_completes_once
             waiting_ends_by_timeout_and_by_waking
-            dropping_waits_for_what_is_in_flight
+            dropping_waits_for_operations_in_flight
             the_kernels_own_errors_come_through
             calls_that_fail_in_the_kernel_leave_room_for_others
-            a_sync_of_each_file_succeeds_and_its_failure_is_told
+            a_sync_of_each_file_succeeds_or_reports_its_failure
         })*
     };
 }

@@ -260,7 +260,7 @@ fn impossible_transfers_are_refused() {
 }
 
 #[test]
-fn metadata_goes_on_beside_encrypted_payloads() {
+fn metadata_stays_plain_beside_encrypted_payloads() {
     let mut rig = rig();
     let bytes = pattern(5, UNIT);
     assert_eq!(rig.one(meta(FileKind::Super, 0, &bytes, true)), Ok(0));
@@ -336,7 +336,7 @@ fn noise_never_makes_wrong_bytes() {
 }
 
 #[test]
-fn dropping_waits_for_what_is_in_flight() {
+fn dropping_waits_for_operations_in_flight() {
     for _ in 0..20 {
         let mut rig = rig();
         for block in 0..DEPTH as u8 {

@@ -122,7 +122,7 @@ fn a_client_of_the_version_before_is_served_in_its_own_words() {
 }
 
 #[test]
-fn a_client_of_a_version_that_is_not_spoken_is_told_which_one_is() {
+fn a_client_of_an_unknown_version_gets_the_version_of_the_server() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("run/s.sock");
     let _server = serve(&path, &[]);

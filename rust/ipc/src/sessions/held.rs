@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_chains_share_count_once_whatever_the_order() {
+    fn blocks_that_chains_share_count_once_in_any_order() {
         let system = (1, 64);
         let all = [
             chain(&[system]),

@@ -284,7 +284,7 @@ impl ServedSession {
             direct,
             hit,
         };
-        if job.hit.left.is_told() {
+        if job.hit.left.is_done() {
             self.tell_hit(driver, budgets, job, out);
         } else {
             self.jobs.push_back(Job::Hit(job));
@@ -300,7 +300,7 @@ impl ServedSession {
         out: &mut Vec<u8>,
     ) {
         let mut is_lost = false;
-        if !job.hit.left.is_told() {
+        if !job.hit.left.is_done() {
             let left = &mut job.hit.left;
             let part = driver.read(|engine| engine.step_hit_extents(left, HIT_STEP));
             match part.flatten() {
@@ -308,7 +308,7 @@ impl ServedSession {
                 None => is_lost = true,
             }
         }
-        if !is_lost && !job.hit.left.is_told() {
+        if !is_lost && !job.hit.left.is_done() {
             self.jobs.push_front(Job::Hit(job));
             return;
         }

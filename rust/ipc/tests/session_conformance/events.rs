@@ -61,7 +61,7 @@ fn turn_over(rig: &SessionRig, session: &dyn Session, first: u8) -> HashSet<(Blo
     new
 }
 
-pub(crate) fn blocks_are_told_with_the_block_before_as_they_come(of: Implementation) {
+pub(crate) fn saved_blocks_are_reported_with_their_parents(of: Implementation) {
     let rig = SessionRig::new(of);
     let session = rig.open(full());
     let mut router = Router::default();
@@ -73,7 +73,7 @@ pub(crate) fn blocks_are_told_with_the_block_before_as_they_come(of: Implementat
     assert_eq!(router.cleared, 0);
 }
 
-pub(crate) fn every_session_of_a_namespace_is_told_and_first_what_was_there(of: Implementation) {
+pub(crate) fn every_session_of_a_namespace_gets_events_of_old_and_new_blocks(of: Implementation) {
     let rig = SessionRig::new(of);
     let (one, other) = (rig.open(full()), rig.open(full()));
     rig.save(&*one, 1, 8);
@@ -88,7 +88,7 @@ pub(crate) fn every_session_of_a_namespace_is_told_and_first_what_was_there(of: 
     }
 }
 
-pub(crate) fn evicted_blocks_are_told(of: Implementation) {
+pub(crate) fn evicted_blocks_are_reported(of: Implementation) {
     let rig = SessionRig::new(of);
     let session = rig.open(full());
     let mut router = Router::default();
@@ -98,7 +98,7 @@ pub(crate) fn evicted_blocks_are_told(of: Implementation) {
     router.follows(&*session, &new);
 }
 
-pub(crate) fn blocks_on_disk_are_told_also_after_a_restart(of: Implementation) {
+pub(crate) fn blocks_on_disk_are_reported_also_after_a_restart(of: Implementation) {
     let dir = tempfile::tempdir().unwrap();
     let rig = SessionRig::with_disk(of, dir.path());
     let session = rig.open(full());
@@ -113,7 +113,7 @@ pub(crate) fn blocks_on_disk_are_told_also_after_a_restart(of: Implementation) {
     Router::default().follows(&*session, &on_disk);
 }
 
-pub(crate) fn a_reset_voids_what_was_told(of: Implementation) {
+pub(crate) fn a_reset_clears_all_reported_blocks(of: Implementation) {
     let rig = SessionRig::new(of);
     let session = rig.open(full());
     let mut router = Router::default();
@@ -126,7 +126,7 @@ pub(crate) fn a_reset_voids_what_was_told(of: Implementation) {
     router.follows(&*session, &in_host(2, 2));
 }
 
-pub(crate) fn a_restart_tells_all_again_without_voiding_what_others_say(of: Implementation) {
+pub(crate) fn a_restart_of_the_events_reports_all_blocks_and_clears_none(of: Implementation) {
     let rig = SessionRig::new(of);
     let session = rig.open(full());
     let mut router = Router::default();
@@ -144,7 +144,7 @@ pub(crate) fn a_restart_tells_all_again_without_voiding_what_others_say(of: Impl
     assert_eq!(router.cleared, 0);
 }
 
-pub(crate) fn a_session_that_does_not_listen_for_long_is_told_all_anew(of: Implementation) {
+pub(crate) fn a_session_that_takes_no_events_for_long_gets_all_blocks_anew(of: Implementation) {
     let rig = SessionRig::new(of);
     let session = rig.open(full());
     let mut router = Router::default();

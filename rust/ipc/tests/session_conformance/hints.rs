@@ -107,7 +107,7 @@ pub(crate) fn pins_beyond_the_budget_end_the_one_that_was_used_least_recently(of
     assert_eq!(all, [hit(30, 30), miss(0), hit(30, 30)]);
 }
 
-pub(crate) fn a_pin_that_exceeds_the_budget_or_what_is_cached_is_clipped(of: Implementation) {
+pub(crate) fn a_pin_that_exceeds_the_budget_or_the_cached_prefix_is_clipped(of: Implementation) {
     let rig = SessionRig::new(of);
     let session = rig.open(full());
     rig.save(&*session, 1, 100);
@@ -137,7 +137,7 @@ pub(crate) fn a_pin_that_exceeds_the_budget_or_what_is_cached_is_clipped(of: Imp
     );
 }
 
-pub(crate) fn what_pins_share_counts_once_and_a_name_has_one_pin(of: Implementation) {
+pub(crate) fn blocks_that_pins_share_count_once_and_a_name_has_one_pin(of: Implementation) {
     let rig = SessionRig::new(of);
     let session = rig.open(full());
     rig.save(&*session, 1, 60);
@@ -290,7 +290,7 @@ pub(crate) fn a_demoted_prompt_leaves_host_memory_first(of: Implementation) {
     );
 }
 
-pub(crate) fn a_demotion_leaves_what_others_use(of: Implementation) {
+pub(crate) fn a_demotion_evicts_no_other_prompt_and_no_pin(of: Implementation) {
     let rig = SessionRig::new(of);
     let session = rig.open(full());
     // Without a disk the demoted prompt is evicted before older ones.

@@ -59,7 +59,7 @@ conformance_of_all! {
         a_part_of_a_hit_is_loaded,
         a_load_that_no_hit_covers_is_refused,
         a_hit_is_loaded_once,
-        a_load_goes_on_when_its_request_has_finished,
+        a_load_continues_when_its_request_has_finished,
         a_failed_load_makes_later_lookups_of_its_request_misses,
         transfers_that_are_unknown_are_ignored,
     }
@@ -67,7 +67,7 @@ conformance_of_all! {
         a_save_is_found_when_it_has_ended_and_not_before,
         a_failed_save_is_not_found,
         a_save_of_cached_blocks_has_nothing_to_copy,
-        a_save_goes_on_where_the_last_one_of_its_request_ended,
+        a_save_starts_where_the_last_one_of_its_request_ended,
         a_save_without_its_prefix_takes_no_slot,
         several_saves_are_under_way_at_a_time,
         a_save_without_memory_is_refused_and_granted_later,
@@ -85,25 +85,25 @@ conformance_of_all! {
         a_leased_prefetch_keeps_its_bytes_from_promotions_that_are_demanded,
     }
     events {
-        blocks_are_told_with_the_block_before_as_they_come,
-        every_session_of_a_namespace_is_told_and_first_what_was_there,
-        evicted_blocks_are_told,
-        blocks_on_disk_are_told_also_after_a_restart,
-        a_reset_voids_what_was_told,
-        a_restart_tells_all_again_without_voiding_what_others_say,
-        a_session_that_does_not_listen_for_long_is_told_all_anew,
+        saved_blocks_are_reported_with_their_parents,
+        every_session_of_a_namespace_gets_events_of_old_and_new_blocks,
+        evicted_blocks_are_reported,
+        blocks_on_disk_are_reported_also_after_a_restart,
+        a_reset_clears_all_reported_blocks,
+        a_restart_of_the_events_reports_all_blocks_and_clears_none,
+        a_session_that_takes_no_events_for_long_gets_all_blocks_anew,
     }
     hints {
         a_pinned_prompt_outlives_a_flood,
         pins_beyond_the_budget_end_the_one_that_was_used_least_recently,
-        a_pin_that_exceeds_the_budget_or_what_is_cached_is_clipped,
-        what_pins_share_counts_once_and_a_name_has_one_pin,
+        a_pin_that_exceeds_the_budget_or_the_cached_prefix_is_clipped,
+        blocks_that_pins_share_count_once_and_a_name_has_one_pin,
         a_pin_ends_after_its_time_unless_it_is_used,
         a_name_is_that_of_a_pin_of_the_same_namespace,
         a_reset_ends_the_pins_of_the_namespace,
         a_prefetch_brings_a_prompt_from_disk_although_its_request_has_finished,
         a_demoted_prompt_leaves_host_memory_first,
-        a_demotion_leaves_what_others_use,
+        a_demotion_evicts_no_other_prompt_and_no_pin,
     }
     resets {
         nothing_of_before_a_reset_is_found_or_loaded,

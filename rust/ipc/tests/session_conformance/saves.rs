@@ -55,7 +55,7 @@ pub(crate) fn a_save_of_cached_blocks_has_nothing_to_copy(of: Implementation) {
     assert_eq!(rig.in_use()[3], 0, "the save has ended");
 }
 
-pub(crate) fn a_save_goes_on_where_the_last_one_of_its_request_ended(of: Implementation) {
+pub(crate) fn a_save_starts_where_the_last_one_of_its_request_ended(of: Implementation) {
     let rig = SessionRig::new(of);
     let session = rig.open(full());
     let prompt = hashes(1, 8);

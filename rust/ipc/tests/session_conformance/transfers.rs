@@ -77,7 +77,7 @@ pub(crate) fn a_hit_is_loaded_once(of: Implementation) {
     assert!(session.begin_load("r", tokens(0), tokens(8)).is_some());
 }
 
-pub(crate) fn a_load_goes_on_when_its_request_has_finished(of: Implementation) {
+pub(crate) fn a_load_continues_when_its_request_has_finished(of: Implementation) {
     let rig = SessionRig::new(of);
     let session = rig.open(full());
     rig.save(&*session, 1, 32);

@@ -93,7 +93,7 @@ fn the_last_messages_of_a_client_that_ends_at_once_are_carried_out() {
 }
 
 #[test]
-fn what_workers_may_still_copy_is_kept_until_all_of_them_are_gone() {
+fn slots_that_workers_may_still_copy_are_kept_until_all_of_them_are_gone() {
     let (_dir, socket, rig) = rig();
     let (mut raw, token) = Raw::registered(&socket);
     loading(&rig, &socket, &mut raw);
@@ -133,7 +133,7 @@ fn a_worker_that_loses_its_socket_first() {
 }
 
 #[test]
-fn what_a_worker_may_still_copy_is_kept_until_its_process_is_gone() {
+fn slots_that_a_worker_may_still_copy_are_kept_until_its_process_is_gone() {
     let (_dir, socket, rig) = rig();
     let (mut raw, token) = Raw::registered(&socket);
     assert_eq!(raw.save(8, 80, &hashes(2, 3)), 3);
@@ -178,7 +178,7 @@ fn a_process_that_does_not_take_the_arena_is_no_worker() {
 }
 
 #[test]
-fn what_a_client_was_told_stays_for_its_workers_although_we_have_not_heard_of_the_load() {
+fn slots_of_a_hit_stay_for_the_workers_although_the_server_got_no_load() {
     let (_dir, socket, rig) = rig();
     let (mut raw, token) = Raw::registered(&socket);
     let writer = client(&socket);
@@ -287,7 +287,7 @@ fn an_unknown_session_has_no_workers() {
 }
 
 #[test]
-fn nobody_ends_or_reads_what_belongs_to_another() {
+fn no_session_ends_transfers_of_another() {
     let (_dir, socket, rig) = rig();
     let (mut owner, _) = Raw::registered(&socket);
     loading(&rig, &socket, &mut owner);
@@ -305,7 +305,7 @@ fn nobody_ends_or_reads_what_belongs_to_another() {
 }
 
 #[test]
-fn a_load_goes_on_though_its_prefix_was_dropped_meanwhile() {
+fn a_load_continues_although_its_prefix_was_dropped() {
     let (_dir, socket, rig) = rig();
     let (mut raw, _) = Raw::registered(&socket);
     let prompt = hashes(1, 4);

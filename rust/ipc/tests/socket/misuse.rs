@@ -29,7 +29,7 @@ fn lookup(hashes: HashRun<'_>) -> ClientMessage<'_> {
 }
 
 #[test]
-fn what_does_not_belong_there_ends_that_connection_alone() {
+fn a_malformed_or_misplaced_message_ends_only_its_connection() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("run/s.sock");
     let rig = Rig::start(&socket, None, 1);
@@ -102,7 +102,7 @@ fn what_does_not_belong_there_ends_that_connection_alone() {
 }
 
 #[test]
-fn ends_and_releases_of_what_is_not_there_are_nothing() {
+fn ends_of_unknown_transfers_and_requests_are_ignored() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("run/s.sock");
     let rig = Rig::start(&socket, None, 1);

@@ -35,10 +35,10 @@ impl Raw {
 
     pub(crate) fn registered_as(
         socket: &Path,
-        as_what: &ClientMessage<'_>,
+        registration: &ClientMessage<'_>,
     ) -> (Self, SessionToken) {
         let mut raw = Self::connect(socket);
-        raw.say(as_what);
+        raw.say(registration);
         match raw.hear() {
             Some(ServerMessage::Registered { session, .. }) => (raw, session),
             other => panic!("{other:?}"),

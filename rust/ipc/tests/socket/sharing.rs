@@ -11,7 +11,7 @@ use undercroft_ipc::{ConnectionState, OperatorHint, OperatorRequest, operate};
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, lookup, save, until};
 
 #[test]
-fn what_one_client_saves_another_loads() {
+fn one_client_loads_blocks_that_another_saves() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("run/serve.sock");
     let rig = Rig::start(&socket, None, 1);
@@ -113,7 +113,7 @@ fn a_server_that_comes_late_or_again_is_found() {
 }
 
 #[test]
-fn an_operator_is_told_of_the_last_lookups_by_their_requests_names() {
+fn an_operator_gets_the_last_lookups_by_the_names_of_their_requests() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("run/serve.sock");
     let rig = Rig::start(&socket, None, 1);

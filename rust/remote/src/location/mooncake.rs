@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_parameter_is_named_with_what_is_allowed() {
+    fn a_wrong_parameter_is_named_with_the_allowed_values() {
         for (parameters, words) in [
             ("region=x", "\"region\"; allowed: metadata="),
             ("segment=many", "segment is \"many\"; allowed: a size"),

@@ -262,7 +262,9 @@ impl Servers {
         command.arg("SLOTS");
         let answer = self.ask_one(address, &[&command], LIST)?.pop();
         match answer.unwrap_or(Value::Nil) {
-            Value::ServerError(error) if !tells_nothing(&error) => Err(store_error(error.into())),
+            Value::ServerError(error) if !reports_no_cluster(&error) => {
+                Err(store_error(error.into()))
+            }
             Value::ServerError(_) if self.named.len() > 1 => Err(failed(format_args!(
                 "the URL names several servers, but {}:{} is in no cluster, or does not tell",
                 address.0, address.1
@@ -332,7 +334,7 @@ impl Server {
 }
 
 /// Whether the error shows that a server is in no cluster, or does not report its cluster.
-fn tells_nothing(error: &ServerError) -> bool {
+fn reports_no_cluster(error: &ServerError) -> bool {
     use ServerErrorKind::{NoPerm, ResponseError};
     matches!(error.kind(), Some(NoPerm | ResponseError))
 }

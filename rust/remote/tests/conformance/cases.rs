@@ -52,7 +52,7 @@ pub(crate) fn an_object_is_kept_if_it_is_put_again_as_absent_and_replaced_otherw
     rig.get_all(&other).unwrap();
 }
 
-pub(crate) fn what_is_not_there_is_not_found(mut rig: Rig) {
+pub(crate) fn an_absent_object_is_not_found(mut rig: Rig) {
     let segment = Segment::new(5);
     assert_eq!(rig.get_all(&segment), Err(RemoteError::NotFound));
     assert_eq!(rig.probe(vec![segment.key]), Ok(RemoteDone::Present(0)));
@@ -70,7 +70,7 @@ pub(crate) fn what_is_not_there_is_not_found(mut rig: Rig) {
     assert_eq!(rig.probe(keys), Ok(RemoteDone::Present(0b10)));
 }
 
-pub(crate) fn a_probe_tells_each_of_64_objects(mut rig: Rig) {
+pub(crate) fn a_probe_reports_each_of_64_objects(mut rig: Rig) {
     let segments: Vec<Segment> = (0..64).map(Segment::new).collect();
     let mut expected = 0;
     for index in [0, 1, 5, 31, 32, 63] {
@@ -91,13 +91,13 @@ fn corrupt(rig: &mut Rig, segment: &Segment, bytes: &[u8]) {
     rig.wait_until_gone(&path);
 }
 
-pub(crate) fn another_object_under_the_name_is_corrupt_and_goes(mut rig: Rig) {
+pub(crate) fn another_object_under_the_name_is_corrupt_and_removed(mut rig: Rig) {
     let segment = Segment::new(6);
     corrupt(&mut rig, &segment, &Segment::new(7).bytes());
     corrupt(&mut rig, &segment, b"<html>not found</html>");
 }
 
-pub(crate) fn a_changed_payload_is_corrupt_and_goes(mut rig: Rig) {
+pub(crate) fn a_changed_payload_is_corrupt_and_removed(mut rig: Rig) {
     let segment = Segment::new(8);
     let offsets: Vec<u64> = segment.header.described.offsets().collect();
     for (offset, len) in offsets.iter().zip(LENS) {

@@ -81,7 +81,7 @@ fn several_that_remove_an_object_at_once_all_succeed() {
 }
 
 #[test]
-fn wrong_credentials_and_a_missing_bucket_are_told() {
+fn wrong_credentials_and_a_missing_bucket_are_reported() {
     let Some(url) = url() else { return };
     let test = "cloud::with_wrong_credentials";
     child(test, &url, &[("AWS_SECRET_ACCESS_KEY", "wrong")]);

@@ -199,7 +199,7 @@ fn the_keys_of_a_server_that_ends_are_unreachable_and_the_others_stay() {
 }
 
 #[test]
-fn several_servers_that_are_no_cluster_are_told() {
+fn several_servers_without_a_cluster_are_reported() {
     let servers = [(); 2].map(|()| Redis::start(&[]));
     let [Ok(a), Ok(b)] = servers else {
         eprintln!("skipped: redis-server is missing");

@@ -130,7 +130,7 @@ fn the_old_go_though_there_is_room_and_the_young_stay_though_there_is_none() {
 
 /// Two collections run at once, while writers renew some old objects and write new objects.
 #[test]
-fn nothing_that_was_just_written_goes_and_two_at_once_remove_no_more_than_one() {
+fn no_new_object_is_removed_and_two_collections_remove_no_more_than_one() {
     let place = Place::new();
     for number in 0..400 {
         place.put(number, 10_000 - number);
@@ -291,7 +291,7 @@ fn two_that_collect_at_once_keep_the_limit_under_load() {
 
 /// A collection over a bad network (`set_bad`) fails, and the next collection finishes the work.
 #[cfg(feature = "s3")]
-pub(crate) fn goes_on_after_a_fault(objects: &dyn Objects, set_bad: impl Fn(bool)) {
+pub(crate) fn a_collection_completes_after_a_fault(objects: &dyn Objects, set_bad: impl Fn(bool)) {
     for number in 0..8 {
         let bytes = vec![1; LOAD_BYTES];
         (objects.put(&path(number), &ObjectBody::bytes(&bytes), true)).unwrap();

@@ -280,7 +280,7 @@ fn a_host_that_only_reads_makes_no_object_new() {
 }
 
 #[test]
-fn what_a_writer_left_behind_that_was_killed_is_no_object_and_is_removed_when_it_is_old() {
+fn a_file_of_a_killed_writer_is_no_object_and_is_removed_when_it_is_old() {
     let place = tempfile::tempdir().unwrap();
     let objects = store(place.path(), 60);
     let path = Segment::new(5).key.path();
@@ -304,7 +304,7 @@ fn what_a_writer_left_behind_that_was_killed_is_no_object_and_is_removed_when_it
 
 /// A file system of 1 MiB, if this user may mount a file system.
 #[test]
-fn a_full_file_system_is_told_and_leaves_nothing_behind() {
+fn a_full_file_system_is_reported_and_leaves_no_partial_object() {
     let place = tempfile::tempdir().unwrap();
     let mount = |arguments: &[&str]| {
         let mut command = std::process::Command::new("mount");

@@ -141,7 +141,7 @@ fn payloads_of_another_object_are_not_decrypted() {
 }
 
 #[test]
-fn damage_is_corrupt_and_the_object_goes() {
+fn a_damaged_object_is_corrupt_and_removed() {
     type Change = fn(&mut Vec<u8>, Vec<u8>);
     let changes: [Change; 4] = [
         |bytes, _| bytes[4096] ^= 1,

@@ -92,7 +92,7 @@ fn is_there(objects: &dyn Objects, path: &str) -> bool {
 }
 
 #[test]
-fn objects_pass_through_the_memory_and_the_end_of_the_helper_is_told() {
+fn objects_pass_through_the_memory_and_the_end_of_the_helper_is_reported() {
     with_program("over_a_helper");
 }
 

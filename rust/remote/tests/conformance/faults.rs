@@ -75,7 +75,7 @@ mod redis {
     }
 
     #[test]
-    fn a_bad_network_is_told_and_passes() {
+    fn requests_fail_on_a_bad_network_and_recover() {
         let Some(server) = start(&[]) else { return };
         let proxy = Proxy::start(0, server.port());
         let url = format!("redis://127.0.0.1:{}", proxy.port());
@@ -145,7 +145,7 @@ mod redis {
     }
 
     #[test]
-    fn a_value_that_is_larger_than_the_object_is_corrupt_and_goes() {
+    fn a_value_that_is_larger_than_the_object_is_corrupt_and_removed() {
         let Some(server) = start(&[]) else { return };
         let mut rig = Rig::new(&server.url(), Box::new(server)).unwrap();
         let segment = Segment::new(1);
@@ -160,7 +160,7 @@ mod redis {
     }
 
     #[test]
-    fn a_full_server_is_told() {
+    fn a_full_server_is_reported() {
         let arguments = ["--maxmemory", "1mb", "--maxmemory-policy", "noeviction"];
         let Some(server) = start(&arguments) else {
             return;
@@ -183,7 +183,7 @@ mod redis {
 
     /// Otherwise the log of an engine would say again and again that the store fails, and that it works again.
     #[test]
-    fn a_server_that_takes_no_writes_is_told_until_it_takes_one() {
+    fn a_server_that_refuses_writes_counts_as_failed_until_it_takes_one() {
         let arguments = ["--maxmemory", "1mb", "--maxmemory-policy", "noeviction"];
         let Some(server) = start(&arguments) else {
             return;
@@ -208,7 +208,7 @@ mod redis {
     }
 
     #[test]
-    fn a_database_that_cannot_be_selected_is_told_with_the_remedy() {
+    fn a_database_that_cannot_be_selected_is_reported_with_the_remedy() {
         let Some(server) = start(&["--requirepass", "hunter2"]) else {
             return;
         };
@@ -284,12 +284,12 @@ mod s3 {
         etag: \"a\"\r\nlast-modified: Mon, 23 Nov 2026 05:00:00 GMT\r\nconnection: close\r\n\r\nUNDRSEGM";
 
     /// Runs the test below. The variables name the server and some credentials.
-    fn told_as_what_it_is(url: &str, endpoint: &str, variables: &[(&str, &str)]) {
-        told_as_what_it_is_by("before_a_bad_server", url, endpoint, variables);
+    fn run_before_bad_server(url: &str, endpoint: &str, variables: &[(&str, &str)]) {
+        run_with_proxy_port("before_a_bad_server", url, endpoint, variables);
     }
 
     /// Runs a test in a process of its own, with the port of the proxy that the test is to start.
-    fn told_as_what_it_is_by(test: &str, words: &str, endpoint: &str, variables: &[(&str, &str)]) {
+    fn run_with_proxy_port(test: &str, words: &str, endpoint: &str, variables: &[(&str, &str)]) {
         let port = free_port();
         let server = format!("http://127.0.0.1:{port}");
         let variables = [&[(endpoint, server.as_str())], variables].concat();
@@ -298,27 +298,27 @@ mod s3 {
     }
 
     #[test]
-    fn a_bad_server_is_told_as_what_it_is() {
+    fn faults_of_an_s3_server_are_reported_by_kind() {
         let variables = [
             ("AWS_ALLOW_HTTP", "true"),
             ("AWS_ACCESS_KEY_ID", "key"),
             ("AWS_SECRET_ACCESS_KEY", "secret"),
         ];
-        told_as_what_it_is("s3://bucket/prefix", "AWS_ENDPOINT_URL", &variables);
+        run_before_bad_server("s3://bucket/prefix", "AWS_ENDPOINT_URL", &variables);
     }
 
     #[test]
-    fn a_bad_server_of_google_cloud_is_told_as_what_it_is() {
-        told_as_what_it_is("gs://bucket/prefix", "GOOGLE_BASE_URL", &GOOGLE);
+    fn faults_of_a_google_cloud_server_are_reported_by_kind() {
+        run_before_bad_server("gs://bucket/prefix", "GOOGLE_BASE_URL", &GOOGLE);
     }
 
     #[test]
-    fn a_bad_server_of_azure_is_told_as_what_it_is() {
-        told_as_what_it_is("az://container/prefix", "AZURE_STORAGE_ENDPOINT", &AZURE);
+    fn faults_of_an_azure_server_are_reported_by_kind() {
+        run_before_bad_server("az://container/prefix", "AZURE_STORAGE_ENDPOINT", &AZURE);
     }
 
     #[test]
-    fn a_bad_network_before_a_real_server_is_told_and_passes() {
+    fn requests_to_a_real_server_fail_on_a_bad_network_and_recover() {
         let Ok(url) = s3_url().inspect_err(|reason| eprintln!("skipped: {reason}")) else {
             return;
         };
@@ -329,7 +329,7 @@ mod s3 {
             return;
         };
         let of_child = format!("{port} {url}");
-        told_as_what_it_is_by("over_a_bad_network", &of_child, "AWS_ENDPOINT_URL", &[]);
+        run_with_proxy_port("over_a_bad_network", &of_child, "AWS_ENDPOINT_URL", &[]);
     }
 
     /// The test above runs this one.
@@ -356,7 +356,7 @@ mod s3 {
             is_well(&mut rig, &segment);
         }
         is_slow_or_damaged(&proxy, &mut rig, &segment);
-        crate::collecting::goes_on_after_a_fault(&*rig.objects, |is_bad| {
+        crate::collecting::a_collection_completes_after_a_fault(&*rig.objects, |is_bad| {
             proxy.set(if is_bad { Fault::Reset } else { Fault::None });
         });
     }

@@ -236,7 +236,7 @@ fn a_master_that_hangs_is_late_and_serves_again() {
 
 #[cfg(any(feature = "redis", feature = "s3"))]
 #[test]
-fn a_bad_network_to_the_master_is_told_and_passes() {
+fn requests_fail_on_a_bad_network_to_the_master_and_recover() {
     use crate::proxy::{Fault, Proxy};
 
     let Some(mooncake) = Mooncake::start() else {
@@ -366,7 +366,7 @@ fn a_full_store_evicts_and_never_returns_another_object() {
 }
 
 #[test]
-fn doctor_tells_of_a_store_without_memory_and_of_no_master() {
+fn doctor_accepts_a_good_store_and_a_missing_master_gives_advice() {
     let Some(mut mooncake) = Mooncake::start() else {
         return;
     };

@@ -66,7 +66,7 @@ fn a_reset_that_a_crash_cuts_short_lets_nothing_come_back() {
 }
 
 #[test]
-fn what_an_operator_clears_goes_in_steps_with_its_bytes_and_its_records() {
+fn cleared_blocks_are_removed_in_steps_with_their_bytes_and_records() {
     for (what, erase) in [
         (ClearWhat::OlderThan(0), false),
         (ClearWhat::OlderThan(0), true),
@@ -263,7 +263,7 @@ fn chats(rig: &mut Rig, session: SessionId, turns: u64) {
 }
 
 #[test]
-fn a_page_goes_to_another_size_class_in_steps() {
+fn a_page_moves_to_another_size_class_in_steps() {
     // The larger the blocks, the more other blocks are evicted for a page.
     for bytes in [rig::PAYLOAD / 4 * 3, 16 * rig::PAYLOAD] {
         for disk in [0, BLOCKS / 4] {

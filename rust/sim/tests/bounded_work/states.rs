@@ -50,7 +50,7 @@ fn push_out(rig: &mut Rig, session: SessionId, states: u64) {
 }
 
 #[test]
-fn a_chain_goes_with_its_only_state_in_steps() {
+fn a_chain_is_evicted_with_its_only_state_in_steps() {
     let (mut rig, session) = open(0);
     save(&mut rig, session, &chain(0, LENGTH));
     assert_eq!(rig.engine().gauges().nodes, LENGTH);
@@ -58,7 +58,7 @@ fn a_chain_goes_with_its_only_state_in_steps() {
 }
 
 #[test]
-fn a_chain_is_written_and_found_again_and_goes_from_disk_in_steps() {
+fn a_chain_is_written_found_again_and_evicted_from_disk_in_steps() {
     let (mut rig, session) = open(DISK);
     let prompt = chain(0, LENGTH);
     save(&mut rig, session, &prompt);

@@ -146,7 +146,7 @@ fn a_prompt_is_not_read_if_the_guarantee_would_end_its_wait() {
 }
 
 #[test]
-fn one_in_a_hundred_near_even_prompts_goes_the_other_way() {
+fn one_in_a_hundred_near_even_prompts_takes_the_other_way() {
     let (mut life, prompts) = learned(1.15, 200);
     for hashes in &prompts {
         let sums = &mut Sums::default();

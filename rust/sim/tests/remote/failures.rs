@@ -44,7 +44,7 @@ fn a_hit_ends_before_the_first_object_that_is_not_there() {
 }
 
 #[test]
-fn an_object_that_goes_between_probe_and_get_ends_the_hit() {
+fn an_object_that_is_removed_between_probe_and_get_ends_the_hit() {
     let hashes = chain(&[(1, 64)]);
     let config = config(256, 8);
     let mut objects = computed(&config, &hashes);
@@ -64,7 +64,7 @@ fn an_object_that_goes_between_probe_and_get_ends_the_hit() {
 }
 
 #[test]
-fn objects_that_are_not_what_their_names_say_are_misses_and_are_replaced() {
+fn objects_that_do_not_match_their_names_are_misses_and_are_replaced() {
     let hashes = chain(&[(1, 64)]);
     let config = config(256, 8);
     let all = computed(&config, &hashes);
@@ -237,7 +237,7 @@ fn a_configured_limit_ends_the_wait() {
 }
 
 #[test]
-fn a_wait_that_ends_early_hits_on_what_has_come() {
+fn a_wait_that_ends_early_hits_the_segments_that_have_come() {
     let hashes = chain(&[(1, 64)]);
     let mut config = config(256, 8);
     let mut objects = computed(&config, &hashes);
@@ -367,7 +367,7 @@ fn a_full_store_is_left_alone_for_half_a_minute() {
 }
 
 #[test]
-fn a_host_that_may_not_write_goes_on_reading() {
+fn a_host_that_may_not_write_continues_to_read() {
     let hashes = chain(&[(1, 64)]);
     let (mut objects, mut random) = (crate::store::Objects::default(), Random(8));
     let (mut other, of_other) = host(config(256, 1));

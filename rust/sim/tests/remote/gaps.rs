@@ -99,7 +99,7 @@ fn asks(behind: usize, segment: u64) {
 }
 
 #[test]
-fn an_object_goes_on_behind_a_block_that_its_own_eviction_bares() {
+fn an_object_continues_behind_a_block_that_its_own_eviction_bares() {
     for behind in [1, 2, 7, 12] {
         for segment in [2, 4, 8] {
             asks(behind, segment);

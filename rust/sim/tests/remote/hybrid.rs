@@ -87,7 +87,7 @@ fn hit(
 }
 
 #[test]
-fn one_host_loads_what_another_has_computed() {
+fn one_host_loads_blocks_that_another_has_computed() {
     for kinds in MODELS {
         let hashes = chain(&[(1, 70)]);
         let config = config(512, 8);
@@ -187,7 +187,7 @@ fn a_hit_never_ends_where_anything_of_it_is_missing() {
 }
 
 #[test]
-fn objects_that_are_not_what_their_names_say_are_misses_and_are_replaced() {
+fn objects_that_do_not_match_their_names_are_misses_and_are_replaced() {
     for kinds in MODELS {
         let hashes = chain(&[(1, 37)]);
         let config = config(512, 4);

@@ -51,7 +51,7 @@ pub(crate) fn computed(config: &EngineConfig, hashes: &[BlockHash]) -> Objects {
 }
 
 #[test]
-fn one_host_loads_what_another_has_computed() {
+fn one_host_loads_blocks_that_another_has_computed() {
     let hashes = chain(&[(1, 70)]);
     let config = config(256, 8);
     let mut objects = computed(&config, &hashes);
@@ -165,7 +165,7 @@ pub(crate) fn hex(hash: &BlockHash) -> String {
 }
 
 #[test]
-fn what_is_absent_is_not_asked_for_again_for_five_seconds() {
+fn absent_objects_are_not_requested_again_for_five_seconds() {
     let hashes = chain(&[(1, 64)]);
     let (mut objects, mut random) = (Objects::default(), Random(3));
     let (mut reader, session) = host(config(256, 8));
@@ -224,7 +224,7 @@ fn requests_for_the_same_segments_share_one_flight() {
 }
 
 #[test]
-fn a_request_that_is_aborted_stops_what_only_it_waits_for() {
+fn an_aborted_request_stops_the_gets_that_only_it_waits_for() {
     let hashes = chain(&[(1, 512)]);
     let mut config = config(1024, 8);
     let mut objects = computed(&config, &hashes);
@@ -347,7 +347,7 @@ fn segments_that_are_being_written_count_as_not_written() {
 }
 
 #[test]
-fn what_the_store_has_is_not_written_again() {
+fn objects_that_the_store_has_are_not_written_again() {
     let hashes = chain(&[(1, 64)]);
     let config = config(256, 8);
     let mut objects = computed(&config, &hashes);

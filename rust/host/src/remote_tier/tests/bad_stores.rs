@@ -132,7 +132,7 @@ fn a_store_that_is_killed_is_used_again_once_it_is_back() {
 }
 
 #[test]
-fn an_engine_starts_if_its_environment_is_wrong_and_says_what_is_wrong() {
+fn an_engine_starts_with_a_wrong_environment_and_names_the_variable() {
     child(
         "remote_tier::tests::bad_stores::in_a_wrong_environment",
         "",

@@ -135,7 +135,7 @@ fn segments(host: &Host) -> (u64, u64) {
 /// Prompts arrive ten times faster than a slow store writes them. Measures in turns with a host without a store, for
 /// `UNDERCROFT_SECONDS` altogether if this is set.
 #[test]
-fn computing_does_not_wait_for_a_slow_store_and_what_is_dropped_is_counted() {
+fn computing_does_not_wait_for_a_slow_store_and_dropped_segments_are_counted() {
     const TURNS: u32 = 5;
     let Some(server) = redis() else { return };
     let seconds = std::env::var("UNDERCROFT_SECONDS").map_or(3.0, |text| text.parse().unwrap());

@@ -267,7 +267,7 @@ fn a_load_empties_a_part_when_it_is_copied_and_fills_it_again_when_its_kernel_ha
 }
 
 #[test]
-fn the_next_call_goes_on_with_the_other_part() {
+fn the_next_call_starts_with_the_other_part() {
     let mut lane = lane();
     lane.queue(Direction::Save, 3, 1, 4).unwrap();
     calls();

@@ -64,7 +64,7 @@ fn events_that_nobody_asked_for_are_refused() {
 }
 
 #[test]
-fn a_lost_server_voids_what_was_told() {
+fn a_lost_server_clears_all_reported_blocks() {
     let mut rig = StateRig::new();
     rig.state.take_events(false, rig.now);
     assert!(rig.state.take(told(vec![stored(0)], false), rig.now));
@@ -87,7 +87,7 @@ fn a_lost_server_voids_nothing_where_nobody_listens() {
 }
 
 #[test]
-fn a_restart_voids_what_has_come_and_what_is_on_its_way() {
+fn a_restart_drops_received_events_and_events_in_flight() {
     let mut rig = StateRig::new();
     rig.state.take_events(false, rig.now);
     assert!(rig.state.take(told(vec![stored(0)], true), rig.now));

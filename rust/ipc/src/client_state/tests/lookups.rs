@@ -31,7 +31,7 @@ fn a_request_is_asked_for_once_however_often_it_is_polled() {
 }
 
 #[test]
-fn less_on_the_device_or_more_tokens_ask_anew_and_void_what_was_said() {
+fn fewer_device_tokens_or_a_longer_prompt_void_an_answer_and_repeat_the_lookup() {
     let mut rig = StateRig::new();
     rig.poll("a", 32, 128);
     rig.answer(2, 1, true, Some(96));

@@ -18,7 +18,7 @@ fn an_answer_is_consumed_once() {
 }
 
 #[test]
-fn what_an_answer_does_not_cover_is_not_loaded() {
+fn blocks_that_no_answer_covers_are_not_loaded() {
     let mut rig = StateRig::new();
     rig.poll("a", 32, 128);
     rig.answer(2, 1, true, Some(96));
@@ -47,7 +47,7 @@ fn a_lost_connection_voids_answers_and_ends_saves_that_wait() {
 }
 
 #[test]
-fn what_the_last_server_counted_is_not_taken_for_the_next_ones() {
+fn stats_of_the_last_server_are_not_kept_for_the_next_one() {
     let mut rig = StateRig::new();
     rig.state.tick(rig.now);
     let stats = "{}".to_owned();
@@ -73,7 +73,7 @@ fn interrupted(rig: &mut StateRig) -> (TransferId, TransferId) {
 }
 
 #[test]
-fn another_session_is_told_nothing_of_the_last_ones_loads_and_saves() {
+fn a_new_session_gets_no_ends_of_loads_and_saves_of_the_last_one() {
     let mut rig = StateRig::new();
     let (load, save) = interrupted(&mut rig);
     rig.state.registered(address(1), ("", false), String::new());
@@ -83,7 +83,7 @@ fn another_session_is_told_nothing_of_the_last_ones_loads_and_saves() {
 }
 
 #[test]
-fn a_reset_of_a_server_that_is_not_there_keeps_to_itself_whatever_comes() {
+fn a_reset_without_a_server_makes_the_next_session_private() {
     let mut rig = StateRig::new();
     assert!(!rig.state.private);
     rig.state.lost("gone".to_owned());
@@ -101,7 +101,7 @@ fn a_reset_of_a_server_that_is_not_there_keeps_to_itself_whatever_comes() {
 }
 
 #[test]
-fn weights_that_change_while_a_session_is_opened_are_told_to_the_server() {
+fn a_client_reports_weights_that_change_while_a_session_is_opened() {
     let mut rig = StateRig::new();
     rig.state.change_weights(None);
     rig.state.change_weights(Some("step 1"));
