@@ -639,6 +639,49 @@ class Replay:
     def dropped_writes(self) -> int:
         """Writes of blocks that were not made because too many waited already."""
 
+@final
+class Fleet:
+    """Replays a trace on many hosts behind a router, and on the remote store that they share. Stores no payloads."""
+
+    def __new__(
+        cls,
+        *,
+        hosts: int,
+        router: str,
+        parts: int,
+        host_blocks: int,
+        disk_blocks: int,
+        second_touch: bool,
+        disk_writes_per_s: float,
+        store_objects: int,
+        object_blocks: int,
+        store_write: str,
+        store_writes_per_s: float,
+    ) -> Fleet:
+        """Empty hosts, each with the capacities and rates of `Replay`, in blocks of requests.
+
+        ``router``: "prefix", "random" or "sticky". ``parts``: blocks of the engine in a block of a request.
+        ``store_objects``: objects that the store holds; 0 for no store. ``object_blocks``: the engine's blocks of an
+        object, a power of two. ``store_write``: "all", "second_touch" or "none". ``store_writes_per_s``: blocks a
+        second that a host writes to the store, or 0 for each at once. Raises ConfigError.
+        """
+
+    def request(self, seconds: float, session: int, prompt: int, blocks: list[int]) -> tuple[int, int, int, int]:
+        """Serve a request that arrives ``seconds`` after the start, no earlier than those before.
+
+        ``session``: a number that the requests of a session share. Returns the host's number, and the engine's blocks
+        that were found in host memory, on disk and in the store.
+        """
+
+    def counts(self) -> dict[str, int]:
+        """Counts of the hosts and of the store, by name. Blocks are the engine's; peaks are those of a minute."""
+
+def reference_hits(prompts: list[int], blocks: list[list[int]], capacity: int) -> tuple[int, int]:
+    """The blocks of prompts that LRU finds in a cache of ``capacity`` blocks, and those that the optimum finds.
+
+    ``blocks``: the blocks of each request. ``prompts``: how many of them its prompt has.
+    """
+
 def available_memory() -> int:
     """Bytes of memory that this process may still take: the kernel's estimate, or the least that the limits of its
     control group and of the groups above leave. Inactive file cache counts as available. Raises UndercroftError if the

@@ -179,7 +179,19 @@ def test_a_cache_without_limits_has_a_row(again: str, capsys: pytest.CaptureFixt
     assert (unlimited["host_memory"], unlimited["hit_tokens"], unlimited["disk_hit_percent"]) == (None, 8192, 0)
     assert unlimited["net_seconds_saved"] == pytest.approx(8.192 - 8192 * 64 / 1e6)
     assert main.main(["estimate", "--model", str(tmp_path), "--block-size", "512", *figures]) == 0
-    assert "unlimited  -     40.0   40.0     0.0      8 s              8 s" in capsys.readouterr().out
+    assert "unlimited  -     40.0   40.0     0.0      40.0  40.0     8 s              8 s" in capsys.readouterr().out
+
+
+def test_lru_and_the_optimum_stand_beside_the_policy(
+    again: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    case = estimate(capsys, tmp_path, "--trace", again, "--host-memory", "512KiB")["cases"][0]
+    # 16 blocks hold the first two prompts, if the third is not stored.
+    assert (case["lru_hit_percent"], case["optimum_hit_percent"]) == (0, pytest.approx(40))
+    found = estimate(capsys, tmp_path, "--trace", str(SAMPLE), "--host-memory", "24MiB,96MiB")
+    for case in found["cases"]:
+        assert 1 < case["lru_hit_percent"] <= case["optimum_hit_percent"] <= found["unlimited"]["hit_percent"] + 0.1
+        assert case["hit_percent"] <= case["optimum_hit_percent"] + 0.1
 
 
 def test_no_disk_is_one_of_several_sizes(again: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -266,6 +278,10 @@ def test_a_trace_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     assert (first.prompt_blocks, first.blocks) == (2, [1, 2])
     assert (second.prompt_blocks, second.blocks) == (2, [1, 2, 3]), "generated tokens are no part of the prompt"
     assert trace.cached_percent == pytest.approx(100 * 16 / 65)
+    path.write_text(line(session_id="a", user="b") + line(user="a") + line(user_id=7) + line())
+    sessions = [request.session for request in read(path, 16).requests]
+    assert sessions[0] == sessions[1] != sessions[2]
+    assert (sessions[2] is None, sessions[3]) == (False, None)
     # Without a header blocks have 512 tokens, and the last is not full.
     path.write_text(line(input_length=1000))
     assert read(path).requests[0].blocks == [1]

@@ -102,7 +102,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 def outputs(capsys: pytest.CaptureFixture[str], command: str, place: Path) -> dict[str, Any]:
     model, trace, store = place / "config.json", place / "trace.jsonl", place / "store"
     model.write_text(json.dumps(LLAMA))
-    trace.write_text(json.dumps(TRACE) + "\n")
+    trace.write_text("".join(json.dumps(TRACE | {"timestamp": time}) + "\n" for time in (0, 1000)))
     if command == "inspect":
         _core.Engine({"host_memory": 32 << 20, "disks": [{"path": str(store), "capacity": 64 << 20}]}).close()
         return printed(capsys, "inspect", str(store), "--verify") | {"dropped_namespaces": 0, "differences": []}
@@ -110,13 +110,14 @@ def outputs(capsys: pytest.CaptureFixture[str], command: str, place: Path) -> di
         "doctor": ["doctor", "--role", "serve"],
         "check-config": ["check-config", json.dumps({"host_memory": "64MiB", "disk_path": str(store)})],
         "size": ["size", str(model)],
-        "estimate": ["estimate", "--trace", str(trace), "--model", str(model), "--host-memory", "64MiB"],
+        "estimate": ["estimate", "--trace", str(trace), "--model", str(model), "--host-memory", "1GiB"],
     }
+    arguments["estimate --hosts"] = [*arguments["estimate"], "--hosts", "2", "--remote", "1GiB"]
     found = printed(capsys, *arguments[command])
     return found | ({"server": ""} if command == "check-config" else {})
 
 
-@pytest.mark.parametrize("command", ["doctor", "check-config", "size", "estimate", "inspect"])
+@pytest.mark.parametrize("command", ["doctor", "check-config", "size", "estimate", "estimate --hosts", "inspect"])
 def test_documented_json_fields_exist(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     names = documented(command)
     assert len(names) > 3

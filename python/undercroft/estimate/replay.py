@@ -28,11 +28,20 @@ class Outcome:
     disk_write_tokens: int
     disk_dropped_tokens: int
     """Tokens that the disk had no time to write."""
+    remote_tokens: int = 0
+    """Tokens found in the remote store only."""
+    remote_hits: int = 0
+    """Requests of whose hit a part was in the remote store only."""
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens found in any tier."""
+        return self.host_tokens + self.disk_tokens + self.remote_tokens
 
     @property
     def hit_percent(self) -> float:
         """Hits in percent of all prompt tokens."""
-        return 100 * (self.host_tokens + self.disk_tokens) / max(1, self.tokens)
+        return 100 * self.hit_tokens / max(1, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +84,24 @@ def replay(trace: Trace, tiers: Tiers, progress: Callable[[int], object] | None 
             progress(1)
     writes, dropped = engine.disk_writes, engine.dropped_writes
     return Outcome(trace.tokens, host * size, disk * size, host_hits, disk_hits, writes * size, dropped * size)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The hits of other policies in one tier of the same size, in percent of all prompt tokens."""
+
+    lru_hit_percent: float
+    optimum_hit_percent: float
+    """With knowledge of the future: no policy finds more."""
+
+
+def reference(trace: Trace, capacity_tokens: int) -> Reference:
+    """The hits of LRU and of the optimum in a cache of ``capacity_tokens``."""
+    from undercroft import _core
+
+    size = trace.block_tokens
+    prompts = [request.prompt_blocks for request in trace.requests]
+    blocks = [request.blocks for request in trace.requests]
+    lru, optimum = _core.reference_hits(prompts, blocks, capacity_tokens // size)
+    each = 100 * size / max(1, trace.tokens)
+    return Reference(lru * each, optimum * each)

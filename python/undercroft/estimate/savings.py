@@ -24,6 +24,10 @@ class Machine:
     disk_write: int | None
     disk_writes_per_day: float
     """How many times a day the disk may be written as a whole over its life."""
+    remote_read: int = 1
+    """Reads of the remote store by one host."""
+    remote_latency_s: float = 0.0
+    """Seconds until the first byte of a hit arrives from the remote store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,10 @@ class Savings:
 def savings(
     outcome: Outcome, groups: Sequence[Group], disk: int, disk_tokens: int, seconds: float, machine: Machine
 ) -> Savings:
-    """The savings of a replay of ``seconds``, with a disk of ``disk`` bytes that hold ``disk_tokens`` tokens."""
+    """The savings of a replay of ``seconds``, with a disk of ``disk`` bytes that hold ``disk_tokens`` tokens.
+
+    For several hosts, ``seconds`` are those of all hosts together: bytes a day and the disk's time are of one host.
+    """
     token, boundary = capacity.token_bytes(groups), capacity.boundary_bytes(groups)
     host_bytes = outcome.host_tokens * token + outcome.host_hits * boundary
     disk_bytes = outcome.disk_tokens * token + outcome.disk_hits * boundary
@@ -58,22 +65,24 @@ def savings(
     disk_load: float | None = 0.0
     if disk_bytes:
         disk_load = disk_bytes / machine.disk_read + disk_bytes / machine.copy if machine.disk_read else None
+    remote_load = remote_load_seconds(outcome, groups, machine)
     # The bytes that a tier of this size writes, with windows and states.
     each = disk / disk_tokens if disk_tokens else 0.0
     written = outcome.disk_write_tokens * each
     daily = written / seconds * DAY_S if seconds else None
     avoided = net = None
     if machine.prefill_tokens:
-        avoided = (outcome.host_tokens + outcome.disk_tokens) / machine.prefill_tokens
+        avoided = outcome.hit_tokens / machine.prefill_tokens
         if disk_load is not None:
             net = max(0.0, outcome.host_tokens / machine.prefill_tokens - host_load)
             net += max(0.0, outcome.disk_tokens / machine.prefill_tokens - disk_load)
+            net += max(0.0, outcome.remote_tokens / machine.prefill_tokens - remote_load)
     busy = None
     if disk and seconds and machine.disk_read and machine.disk_write:
         busy = 100 * (disk_bytes / machine.disk_read + written / machine.disk_write) / seconds
     return Savings(
         prefill_seconds_avoided=avoided,
-        load_seconds=None if disk_load is None else host_load + disk_load,
+        load_seconds=None if disk_load is None else host_load + disk_load + remote_load,
         net_seconds_saved=net,
         disk_write_bytes=int(written),
         disk_dropped_bytes=int(outcome.disk_dropped_tokens * each),
@@ -81,3 +90,10 @@ def savings(
         disk_writes_per_day=None if daily is None or not disk else daily / disk,
         disk_busy_percent=busy,
     )
+
+
+def remote_load_seconds(outcome: Outcome, groups: Sequence[Group], machine: Machine) -> float:
+    """Time of the loads of all hits in the remote store."""
+    token, boundary = capacity.token_bytes(groups), capacity.boundary_bytes(groups)
+    loaded = outcome.remote_tokens * token + outcome.remote_hits * boundary
+    return loaded / machine.remote_read + outcome.remote_hits * machine.remote_latency_s + loaded / machine.copy

@@ -5,10 +5,12 @@ request.
 same only for blocks with equal content and equal tokens before them. A recorded trace begins with a line that has
 ``block_tokens``, and its ``hash_ids`` are the numbers of all full blocks, of generated tokens too. Without this line
 blocks have 512 tokens, and ``hash_ids`` are the numbers of the prompt's blocks, the last of which may not be full.
+A line may name its session (``session_id``, ``session``, ``user_id`` or ``user``), by which a router can choose a host.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from undercroft.errors import ConfigError, cause
 FORMAT = "undercroft_trace"
 VERSION = 1
 MOONCAKE_BLOCK_TOKENS = 512
+SESSION_FIELDS = ("session_id", "session", "user_id", "user")
+"""The first of these that a line has is its session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Request:
     """Numbers of the full blocks."""
     cached: int | None
     """Tokens of the prompt that were not computed; None if the trace does not have this number."""
+    session: int | None = None
+    """A number of the request's session; None if the trace does not name it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +127,18 @@ def _request(value: dict[str, Any], block_tokens: int, *, recorded: bool) -> Req
         blocks = blocks[: tokens // block_tokens]
     prompt = min(len(blocks), tokens // block_tokens)
     cached = value.get("cached")
-    return Request(float(value["timestamp"]) / 1e3, tokens, prompt, blocks, None if cached is None else int(cached))
+    return Request(
+        float(value["timestamp"]) / 1e3,
+        tokens,
+        prompt,
+        blocks,
+        cached=None if cached is None else int(cached),
+        session=_session(value),
+    )
+
+
+def _session(value: dict[str, Any]) -> int | None:
+    name = next((value[field] for field in SESSION_FIELDS if value.get(field) is not None), None)
+    if name is None:
+        return None
+    return int.from_bytes(hashlib.blake2b(str(name).encode(errors="replace"), digest_size=8).digest(), "little")

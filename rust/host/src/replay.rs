@@ -1,5 +1,13 @@
 //! Replays traces on the engine's index, slots, job table and policies. Payloads do not exist, and the disk carries out
-//! reads and writes at once, the writes at most at the rate of the options.
+//! reads and writes at once, the writes at most at the rate of the options. So does the remote store of a fleet.
+
+mod fleet;
+mod recent;
+mod reference;
+mod router;
+mod store;
+
+use std::sync::PoisonError;
 
 use undercroft_contract::error::RegisterError;
 use undercroft_contract::image::DeviceImage;
@@ -7,15 +15,25 @@ use undercroft_contract::io::{ChecksumRequest, IoCompletion, IoRequest};
 use undercroft_contract::key::BlockHash;
 use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::pages::page_bytes_for;
+use undercroft_contract::remote::RemoteConfig;
 use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
 use undercroft_engine::metrics::Counters;
 use undercroft_engine::policy::PolicyKind;
 use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 
+pub use fleet::{Fleet, FleetHit, FleetOptions, FleetRequest};
+pub use reference::{ReferenceHits, reference_hits};
+pub use router::RouterKind;
+pub use store::{StoreLoad, StoreUse};
+
+use store::SharedStore;
+
 /// Bytes of a payload. No payload is ever allocated. The size determines the granularity of capacities.
 const PAYLOAD_BYTES: u32 = 64 << 10;
 /// Tokens of a block. The number has no effect: the engine's answers are converted back into blocks.
 const TOKENS: u32 = 16;
+/// The checksum of every payload. The engine takes 0 for an unknown checksum.
+const CHECKSUM: u64 = 1;
 /// IO operations that are carried out between two questions to the engine.
 const DEPTH: usize = 64;
 const REQUEST: &str = "request";
@@ -60,6 +78,7 @@ pub struct ReplayEngine {
     /// Metadata writes in flight. They end in batches, so that a block of records is encoded once for many changes and
     /// a measurement shows the time of the index.
     metadata: Vec<u64>,
+    remote: Option<SharedStore>,
 }
 
 /// The leading blocks of a prompt that were present, by the tier that held them.
@@ -69,6 +88,8 @@ pub struct ReplayHit {
     pub host: usize,
     /// Blocks only on disk.
     pub disk: usize,
+    /// Blocks only in the remote store.
+    pub remote: usize,
 }
 
 impl ReplayEngine {
@@ -77,6 +98,14 @@ impl ReplayEngine {
     /// # Errors
     /// If the engine refuses such a small host tier.
     pub fn new(options: &Options) -> Result<Self, RegisterError> {
+        Self::with_store(options, None)
+    }
+
+    /// An empty engine that shares a store with others.
+    fn with_store(
+        options: &Options,
+        remote: Option<(SharedStore, RemoteConfig)>,
+    ) -> Result<Self, RegisterError> {
         let Options {
             host_blocks,
             disk_blocks,
@@ -96,8 +125,12 @@ impl ReplayEngine {
             // A replay needs no explanations.
             departures: 0,
             explained_lookups: 1,
+            remote: remote.as_ref().map(|(_, config)| config.clone()),
             ..EngineConfig::new(bytes(host_blocks))
         });
+        if remote.is_some() {
+            engine.attach_remote();
+        }
         if disk_blocks > 0 {
             engine.attach_disks(vec![DeviceImage {
                 capacity: bytes(disk_blocks),
@@ -121,6 +154,7 @@ impl ReplayEngine {
             now_ns: 0,
             step_ns: STEP_NS.max(block_ns.unwrap_or(0)),
             metadata: Vec::new(),
+            remote: remote.map(|(store, _)| store),
         })
     }
 
@@ -137,15 +171,23 @@ impl ReplayEngine {
                 .iter()
                 .filter_map(|&block| BlockHash::new(&hash(block))),
         );
-        let reads = self.engine.counters().disk_reads;
+        let counts = |of: &Counters| (of.disk_reads, of.remote_hit_tokens);
+        let before = counts(self.counters());
         let hit = self.look_up(prompt);
-        let disk = (self.engine.counters().disk_reads - reads) as usize;
+        if self.remote.is_some() {
+            // The engine counts the tokens that the store has brought when their load begins.
+            self.load(hit);
+        }
+        let after = counts(self.counters());
+        let remote = ((after.1 - before.1) / u64::from(TOKENS)) as usize;
+        let disk = ((after.0 - before.0) as usize).min(hit - remote);
         self.save(blocks.len());
         self.engine.finish_request(self.session, REQUEST);
         self.settle();
         ReplayHit {
-            host: hit.saturating_sub(disk),
-            disk: disk.min(hit),
+            host: hit - remote - disk,
+            disk,
+            remote,
         }
     }
 
@@ -155,11 +197,19 @@ impl ReplayEngine {
         while self.now_ns < now_ns {
             self.end_metadata();
             self.settle();
-            let waits = self.engine.wake() >= Due::Start;
-            let step_ns = if waits { self.step_ns } else { u64::MAX };
+            let step_ns = if self.has_waiting_writes() {
+                self.step_ns
+            } else {
+                u64::MAX
+            };
             self.set_now(self.now_ns.saturating_add(step_ns).min(now_ns));
         }
         self.settle();
+    }
+
+    /// Whether writes wait for the rate of a disk or of the store.
+    fn has_waiting_writes(&self) -> bool {
+        self.engine.wake() >= Due::Poll
     }
 
     fn set_now(&mut self, now_ns: u64) {
@@ -192,13 +242,24 @@ impl ReplayEngine {
 
     /// The number of leading blocks that are present. Blocks on disk are read.
     fn look_up(&mut self, blocks: usize) -> usize {
-        let request = LookupRequest::new(REQUEST, &self.hashes).max(Tokens(blocks as u32 * TOKENS));
+        let most = Tokens(blocks as u32 * TOKENS);
         loop {
+            let request = LookupRequest::new(REQUEST, &self.hashes).max(most);
             let answer = self.engine.lookup(self.session, &request).tokens();
             match answer {
                 Some(Tokens(hit)) => return (hit / TOKENS) as usize,
-                None => settle(&mut self.engine, &mut self.operations, &mut self.metadata),
+                None => self.settle(),
             }
+        }
+    }
+
+    fn load(&mut self, hit: usize) {
+        let tokens = Tokens(hit as u32 * TOKENS);
+        let load = (hit > 0)
+            .then(|| (self.engine).begin_load(self.session, REQUEST, Tokens(0), tokens))
+            .flatten();
+        if let Some(load) = load {
+            self.engine.end_transfer(load.id, true);
         }
     }
 
@@ -210,8 +271,54 @@ impl ReplayEngine {
         }
     }
 
+    /// Carries out all IO that the engine requests.
     fn settle(&mut self) {
-        settle(&mut self.engine, &mut self.operations, &mut self.metadata);
+        loop {
+            let mut is_quiet = !self.serve_store();
+            (self.engine).turn(Room::checksums(u32::MAX), &mut self.operations);
+            for ChecksumRequest { token, .. } in self.operations.checksums.drain(..) {
+                let result = Ok(CHECKSUM);
+                self.engine.complete(IoCompletion { token, result });
+                // A write to the store waits for its checksums.
+                is_quiet &= self.remote.is_none();
+            }
+            self.engine.turn(Room::io(DEPTH), &mut self.operations);
+            if self.operations.io.is_empty() && is_quiet {
+                return;
+            }
+            self.end_io();
+        }
+    }
+
+    /// Carries out the operations of the store that start now. Returns whether there were any.
+    fn serve_store(&mut self) -> bool {
+        let Some(store) = &self.remote else {
+            return false;
+        };
+        (self.engine).turn(Room::store(DEPTH), &mut self.operations);
+        let has_some = !self.operations.store.is_empty();
+        let mut store = store.lock().unwrap_or_else(PoisonError::into_inner);
+        for request in self.operations.store.drain(..) {
+            self.engine.complete_remote(store.carry_out(&request));
+        }
+        has_some
+    }
+
+    /// Ends the operations of the disk, except metadata writes.
+    fn end_io(&mut self) {
+        for request in self.operations.io.drain(..) {
+            let token = request.token();
+            let result = match request {
+                IoRequest::ReadPayload { checksum, .. } => Ok(checksum),
+                IoRequest::WritePayload { .. } | IoRequest::Sealed(_) => Ok(CHECKSUM),
+                IoRequest::Erase { .. } | IoRequest::Sync { .. } => Ok(0),
+                IoRequest::WriteMeta { .. } => {
+                    self.metadata.push(token);
+                    continue;
+                }
+            };
+            self.engine.complete(IoCompletion { token, result });
+        }
     }
 }
 
@@ -221,36 +328,6 @@ fn write_rate(blocks_per_s: f64) -> u64 {
         ((blocks_per_s * f64::from(PAYLOAD_BYTES)) as u64).max(1)
     } else {
         0
-    }
-}
-
-/// Carries out all IO that the engine requests.
-fn settle(engine: &mut Engine, operations: &mut Started, metadata: &mut Vec<u64>) {
-    loop {
-        engine.turn(Room::checksums(u32::MAX), operations);
-        for ChecksumRequest { token, .. } in operations.checksums.drain(..) {
-            let result = Ok(0);
-            engine.complete(IoCompletion { token, result });
-        }
-        engine.turn(Room::io(DEPTH), operations);
-        if operations.io.is_empty() {
-            return;
-        }
-        for request in operations.io.drain(..) {
-            let token = request.token();
-            let result = match request {
-                IoRequest::ReadPayload { checksum, .. } => Ok(checksum),
-                IoRequest::WritePayload { .. }
-                | IoRequest::Sealed(_)
-                | IoRequest::Erase { .. }
-                | IoRequest::Sync { .. } => Ok(0),
-                IoRequest::WriteMeta { .. } => {
-                    metadata.push(token);
-                    continue;
-                }
-            };
-            engine.complete(IoCompletion { token, result });
-        }
     }
 }
 

@@ -40,7 +40,7 @@ mod _core {
     #[pymodule_export]
     use crate::remote::{remote_check, remote_contents, remote_examine, remote_gc, remote_measure};
     #[pymodule_export]
-    use crate::replay::PyReplay;
+    use crate::replay::{PyFleet, PyReplay, reference_hits};
     #[pymodule_export]
     use crate::resolve::resolve;
     #[pymodule_export]

@@ -1,6 +1,6 @@
 //! Policies of the literature, as their authors describe them.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use super::BlockCache;
 
@@ -36,43 +36,6 @@ impl Queue {
         let (_, block) = self.order.pop_first()?;
         self.places.remove(&block);
         Some(block)
-    }
-}
-
-/// Least recently used.
-pub(crate) struct Lru {
-    capacity: usize,
-    now: u64,
-    last: Vec<u64>,
-    order: BTreeSet<(u64, usize)>,
-}
-
-impl Lru {
-    pub(crate) fn new(capacity: usize, unique: usize) -> Self {
-        Self {
-            capacity,
-            now: 0,
-            last: vec![0; unique],
-            order: BTreeSet::new(),
-        }
-    }
-}
-
-impl BlockCache for Lru {
-    fn contains(&self, block: usize) -> bool {
-        self.last[block] > 0
-    }
-
-    fn offer(&mut self, block: usize) {
-        self.now += 1;
-        if !self.order.remove(&(self.last[block], block))
-            && self.order.len() >= self.capacity
-            && let Some((_, evicted)) = self.order.pop_first()
-        {
-            self.last[evicted] = 0;
-        }
-        self.last[block] = self.now;
-        self.order.insert((self.now, block));
     }
 }
 

@@ -5,14 +5,13 @@
 //! as an engine frees it: so a block never leaves before the blocks that need it.
 
 mod classic;
-mod optimum;
 
 use std::collections::HashMap;
 use std::error::Error;
 use std::path::Path;
 
-use classic::{Arc, Lru, S3Fifo};
-use undercroft_bench::replay::{Options, ReplayEngine, Trace, replay};
+use classic::{Arc, S3Fifo};
+use undercroft_bench::replay::{Options, ReplayEngine, Trace, reference_hits, replay};
 use undercroft_contract::error::RegisterError;
 use undercroft_engine::policy::PolicyKind;
 
@@ -33,18 +32,20 @@ fn main() -> Result<(), Box<dyn Error>> {
         let path = Path::new(&path);
         let trace = Trace::read(path)?;
         let requests = numbered(&trace);
+        let prompts: Vec<_> = trace.requests().map(|of| (of.len(), of)).collect();
         let unique = trace.unique_blocks();
         let name = path.file_stem().unwrap_or_default().display();
         for percent in PERCENT {
             let mut leafhd = engine(unique * percent / 100)?;
             // The engine has whole pages.
             let capacity = leafhd.host_blocks();
+            let reference = reference_hits(&prompts, capacity);
             let hits = [
-                classic_hits(&requests, &mut Lru::new(capacity, unique)),
+                reference.lru,
                 classic_hits(&requests, &mut Arc::new(capacity)),
                 classic_hits(&requests, &mut S3Fifo::new(capacity, unique)),
                 replay(&trace, &mut leafhd).hits as usize,
-                optimum::hits(&requests, capacity, unique),
+                reference.optimum,
             ];
             let shares =
                 hits.map(|hits| format!("{:.1}", 100.0 * hits as f64 / trace.blocks() as f64));

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use undercroft_contract::error::RegisterError;
 
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
-pub use undercroft_host::replay::{Options, ReplayEngine};
+pub use undercroft_host::replay::{Options, ReplayEngine, reference_hits};
 
 /// Why there is no report.
 #[derive(Debug, thiserror::Error)]
