@@ -243,12 +243,20 @@ impl ReplayEngine {
     /// The number of leading blocks that are present. Blocks on disk are read.
     fn look_up(&mut self, blocks: usize) -> usize {
         let most = Tokens(blocks as u32 * TOKENS);
+        let mut is_settled = false;
         loop {
             let request = LookupRequest::new(REQUEST, &self.hashes).max(most);
             let answer = self.engine.lookup(self.session, &request).tokens();
             match answer {
                 Some(Tokens(hit)) => return (hit / TOKENS) as usize,
-                None => self.settle(),
+                None if is_settled => {
+                    // It waits for memory that nothing will free, and gives up as time passes.
+                    self.pass_time(self.now_ns.saturating_add(self.step_ns));
+                }
+                None => {
+                    self.settle();
+                    is_settled = true;
+                }
             }
         }
     }

@@ -136,7 +136,7 @@ impl Window {
         let left = self.in_flight.checked_sub(bytes);
         self.in_flight = left.expect("a transfer that ends was started");
         if ok {
-            self.now = (self.now + bytes / 8).min(self.most);
+            self.now = self.now.saturating_add(bytes / 8).min(self.most);
         }
     }
 
