@@ -22,7 +22,7 @@
 //! - `operations`: the purpose of each IO operation in flight.
 //!
 //! `verbs` is what [`Engine`] does for its callers. A room changes no other room but residency and what
-//! [`EngineParts`] lends, and residency changes none. An effect on another room is a return value, which a verb passes on. No room can name [`Engine`].
+//! `EngineParts` lends, and residency changes none. An effect on another room is a return value, which a verb passes on. No room can name [`Engine`].
 
 mod ages;
 mod buddy;

@@ -48,7 +48,7 @@ pub(crate) struct Settings {
     /// Most operations of a device at a time.
     pub(crate) depth: usize,
     /// Whether the engine gets this depth.
-    pub(crate) passes_depth: bool,
+    pub(crate) tells_depth: bool,
     /// How often a device hangs or answers again, in a thousand steps.
     pub(crate) hangs: u64,
     /// How often a directory is away for a life, in a thousand.
@@ -177,7 +177,7 @@ impl Settings {
             }
         }
         let mut settings = Self {
-            passes_depth: random.chance(700),
+            tells_depth: random.chance(700),
             hangs,
             away: if random.chance(200) { 400 } else { 0 },
             late: if random.chance(150) { 300 } else { 0 },

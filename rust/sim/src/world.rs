@@ -193,7 +193,7 @@ impl World {
             remote.key = self.settings.encrypted.then_some(self.disks.key);
         }
         self.engine = SharedEngine::new(Engine::new(config));
-        if self.settings.passes_depth {
+        if self.settings.tells_depth {
             let depth = self.settings.depth;
             self.engine.with(|engine| engine.set_io_depth(depth));
         }
