@@ -136,8 +136,8 @@ def files(row: Measured, root: Path = ROOT) -> list[str]:
 def digest(text: str) -> str:
     """The digest of a file's code.
 
-    Comments on lines of their own, white space and the tests at a Rust file's end do not count; nor do names of modules and
-    crates in Rust, and who may see a name, so that a file that moves stays the same.
+    Comments on lines of their own, white space and the tests at a Rust file's end do not count; nor do names of modules
+    and crates in Rust, and who may see a name, so that a file that moves stays the same.
     """
     text = text.split("\n#[cfg(test)]\nmod ")[0]
     text = re.sub(r"(?m)^\s*(?:pub(?:\([^)]*\))? )?(?:use [^;]*|mod \w+);$", "", text)
