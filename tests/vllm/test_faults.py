@@ -64,7 +64,8 @@ def test_every_call_to_the_engine_may_fail(
         one.idle_steps()
         assert one.device_blocks_in_use() == 0, call
         assert one.reset_device_cache(connector=call == "reset") is (call != "reset"), call
-        assert hook_errors(one) > 0, call
+        # An engine of this process grants saves at once, so no step asks for grants.
+        assert hook_errors(one) > 0 or call == "poll_saves", call
         session.methods.clear()
         if call in ("end_transfer", "end_lookup"):
             continue  # the engine was not told that the transfer or lookup ended: its blocks stay

@@ -43,6 +43,6 @@ def test_the_sources_of_prompt_tokens_waits_and_disks_of_a_real_vllm_are_shown(c
     assert engine.now.stats["host_capacity_bytes"] == 128 << 20
     assert [disk.path for disk in engine.now.disks] == [str(client.server.log.parent / "d")]
     shown = {table.title: table.rows for table in tables([engine])}
-    assert shown["Prompt tokens by source"][0][2:] == ("33 %", "33 %", "0 %", "0 %", "33 %")
+    assert shown["Prompt tokens by source"][0][2:] == ("33 %", "33 %", "0 %", "0 %", "0 %", "33 %")
     assert shown["Engines"][0][1] == "answers"
     assert "Trouble" not in shown
