@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from undercroft import compat, request_params, vllm_patches
 from undercroft.connector.scheduler.blocking import BlockingWaits
@@ -97,8 +97,6 @@ class Lookups:
     def answer(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerConnector.get_num_new_matched_tokens`."""
         request, question = state.request, state.question
-        if question.pending is not None and self._is_still_pending(state, num_computed_tokens):
-            return None, False
         found, question.found = question.found, None
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
@@ -133,26 +131,6 @@ class Lookups:
         question.deferred = question.timed_out = False
         return gain, gain > 0
 
-    def _is_still_pending(self, state: RequestState, num_computed_tokens: int) -> bool:
-        """Repeat a lookup that was pending, in few calls: vLLM asks for each waiting request in each step.
-
-        An answer is kept for the question that follows.
-        """
-        question, lookup = state.question, state.question.pending
-        question.pending = None
-        if lookup is None or state.lookup_failed or lookup[2] != num_computed_tokens:
-            return False
-        if question.asked_at is None or time.perf_counter() - question.asked_at >= LOOKUP_DEADLINE_S:
-            return False
-        # The core weighs the wait against the steps so far.
-        self._steps.queued(state)
-        answer = self._session.lookup(*lookup)
-        if answer.pending:
-            question.pending = lookup
-            return True
-        question.found = num_computed_tokens, answer
-        return False
-
     def completes(self, state: RequestState, local_tokens: int) -> bool:
         """Whether a load can extend a local hit of full attention whose states are not all on the device.
 
@@ -182,9 +160,6 @@ class Lookups:
         answer = self._look_up(state, num_computed_tokens, limit) if known is None else known
         if answer.pending:
             if not lookup.blocking:
-                # The hashes of a session with streaming input may change.
-                if not request.resumable:
-                    question.pending = self._arguments(state, num_computed_tokens, limit)
                 return None
             answer = self._wait(state, num_computed_tokens, limit)
             if answer.pending:
@@ -208,15 +183,13 @@ class Lookups:
         return end
 
     def _look_up(self, state: RequestState, num_computed_tokens: int, limit: int) -> Lookup:
-        return self._session.lookup(*self._arguments(state, num_computed_tokens, limit))
-
-    def _arguments(self, state: RequestState, num_computed_tokens: int, limit: int) -> tuple[Any, ...]:
-        """The arguments of the session's lookup."""
         request, lookup, queued = state.request, state.lookup, self._steps.queued(state)
         hashes = self._groups.hashes(request.block_hashes)
         min_tokens = state.question.min_tokens
         least = self._least_boundary(min_tokens, num_computed_tokens) if min_tokens else 0
-        return request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms, least, lookup.planned, queued
+        return self._session.lookup(
+            request.request_id, hashes, num_computed_tokens, limit, lookup.wait_ms, least, lookup.planned, queued
+        )
 
     def _min_tokens(self, request: Request) -> int:
         # Other connectors may bring the missing tokens.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -38,8 +38,6 @@ class Question:
     it has not waited."""
     waits_for_load: bool = False
     """Whether the open question was last answered and waits for another request's load only."""
-    pending: tuple[Any, ...] | None = None
-    """The arguments of the session's lookup that was pending last, with which it is repeated; None if it was not."""
     found: tuple[int, Lookup] | None = None
     """The answer that vLLM's next question gets, with the tokens from which it counts."""
     counted_for: int = -1

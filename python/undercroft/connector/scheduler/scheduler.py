@@ -117,10 +117,7 @@ class SchedulerConnector:
 
         vLLM may ask any number of times for the same request, so a call does nothing irrevocable.
         """
-        # vLLM asks for each waiting request in each step.
-        state = self.requests.get(request.request_id)
-        if state is None or state.request is not request:
-            state = self.requests.of(request)
+        state = self.requests.of(request)
         if state.ask(num_computed_tokens, self.requests.epoch) and self._waiting_loads.may_requeue:
             state.question.found = None
             return None, False
