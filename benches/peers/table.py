@@ -34,7 +34,7 @@ def wrong(rounds: Iterable[Round]) -> list[Wrong]:
     """Answers that differ from those that others, or the same system, gave to the same prompt, and missing hits."""
     known: dict[str, tuple[str, list[int]]] = {}
     found = []
-    # What vLLM alone computes comes first: the others are compared with it.
+    # The prompts that vLLM alone computes come first: the others are compared with them.
     for one in sorted((one for one in rounds if "failed" not in one), key=lambda one: one["system"] != ALONE.name):
         [system] = [system for system in SYSTEMS if system.name == one["system"]]
         for phase, measured in ((name, value) for name, value in one.items() if isinstance(value, dict)):

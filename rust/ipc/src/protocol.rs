@@ -388,7 +388,7 @@ pub struct LeasedHit {
     pub tokens: Tokens,
     /// See [`Hit::shared`](undercroft_contract::session::Hit::shared).
     pub shared: Tokens,
-    /// What was brought for this request.
+    /// The part of the prompt that was brought for this request.
     pub brought: Brought,
     /// The places of the payloads after the question's computed tokens.
     #[serde(with = "extents")]
