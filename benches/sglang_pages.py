@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from page_cache import forget_pages
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
@@ -103,15 +103,6 @@ def load(name: str, store: Any, pool: Any, before: list[str], keys: list[str], w
     return sum(page is not None for page in found)
 
 
-def drop(folder: Path) -> None:
-    """Write the files out, and drop them from the page cache."""
-    os.sync()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def asked_us(store: Any, keys: list[str]) -> float:
     """Microseconds of a question about a prompt that was not among the last ones."""
     times, nothing = [], HiCacheStorageExtraInfo(prefix_keys=[])
@@ -142,7 +133,7 @@ def measure(name: str, disk: Path, pool: Any, pages: int) -> dict[str, float]:
     # Both have to have written everything.
     if name == "undercroft":
         store.close()
-    drop(disk)
+    forget_pages(disk)
     found["kept"] = kept
     found["keep_pages_per_s"] = kept / (time.perf_counter() - began)
     found["keep_cpu_ms_per_page"] = (time.process_time() - cpu) / kept * 1e3

@@ -11,7 +11,6 @@ on until it is in the program's.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from page_cache import forget_pages
 
 from undercroft.embed import Blocks, Cache, Group, chain
 
@@ -38,16 +38,6 @@ def opened(directory: str, host_mib: int, mib: int) -> Cache:
     while any("undercroft-pref" in path.read_text() for path in Path("/proc/self/task").glob("*/comm")):
         time.sleep(0.01)
     return cache
-
-
-def forget_pages(directory: str) -> None:
-    """Drop the directory's files from the page cache."""
-    os.sync()
-    for path in Path(directory).rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 def blocks(address: int, first: int, end: int) -> list[Blocks]:
@@ -102,7 +92,7 @@ def main() -> None:
         expected, pool[:] = pool.copy(), 0
         for number in range(arguments.rounds):
             for size in sizes[:: -1 if number % 2 else 1]:
-                forget_pages(directory)
+                forget_pages(Path(directory))
                 pool[:] = 0
                 with opened(directory, size, arguments.mib) as cache:
                     taken[size].append(load(cache, keys, pool))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import resource
 import shutil
 import statistics
@@ -30,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "vllm"))
+
+from page_cache import forget_pages
 
 from real_engine import Engine, prompt, set_environment
 
@@ -169,16 +170,6 @@ def rest(one: Engine) -> None:
     elif not tier._use_o_direct:
         raise RuntimeError("vLLM's file tier uses no O_DIRECT")
     one.reset_device_cache()
-
-
-def forget_pages(directory: Path) -> None:
-    """Drop the directory's files from the page cache."""
-    os.sync()
-    for path in directory.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 def check_disk(directory: Path, prompts: int, tokens: int) -> None:

@@ -8,7 +8,6 @@ The last line of the output is the result in JSON.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+from page_cache import forget_pages  # noqa: E402
 from peers.systems import DEVICE, DISK, HOST, HOST_MIB, RESTART, connector, serving  # noqa: E402
 
 BLOCK = 32
@@ -208,16 +208,6 @@ def started(name: str, directory: Path, llama: Path, blocks: int) -> Iterator[Cl
             yield client
         finally:
             engine.close()
-
-
-def forget_pages(directory: Path) -> None:
-    """Drop the directory's files from the page cache."""
-    os.sync()
-    for path in directory.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 def hide_llvmlite() -> None:

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             outcome = replayed(host_tokens, disk_tokens, write_tokens_s)
             case = case_of(outcome, trace.seconds, model, machine, (host, host_tokens), (disk, disk_tokens))
             cases.append(case | asdict(reference(trace, host_tokens + disk_tokens)))
-        points = [(tokens, replayed(tokens)) for tokens in curvetokens_of(trace)]
+        points = [(tokens, replayed(tokens)) for tokens in _curve_tokens(trace)]
     for case in cases:
         case["warnings"] = warnings_of(case, machine, capacity.token_bytes(model.groups), args.disk_admission)
     unlimited = case_of(points[-1][1], trace.seconds, model, machine, (None, None), (0, 0))
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def curvetokens_of(trace: Trace) -> list[int]:
+def _curve_tokens(trace: Trace) -> list[int]:
     """Capacities of the chart: each is half of the next, and the last holds all blocks."""
     most = (trace.unique_blocks + 64) * trace.block_tokens
     return sorted({max(most >> step, 64 * trace.block_tokens) for step in range(CURVE_POINTS)})
