@@ -651,6 +651,7 @@ class Fleet:
         parts: int,
         host_blocks: int,
         disk_blocks: int,
+        leafhd: bool,
         second_touch: bool,
         disk_writes_per_s: float,
         store_objects: int,

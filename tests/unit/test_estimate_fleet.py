@@ -111,6 +111,7 @@ def routed(trace: Trace, router: str, hosts: int, **others: Any) -> list[int]:
         "parts": 1,
         "host_blocks": 64,
         "disk_blocks": 256,
+        "leafhd": False,
         "second_touch": False,
         "disk_writes_per_s": 0.0,
         "store_objects": 0,
@@ -168,6 +169,19 @@ def test_the_fleet_says_whether_the_store_pays_and_how_many_hosts_it_carries(
     ):
         assert main.main(["estimate", "--model", str(tmp_path), "--block-size", "512", *arguments, *more]) == 0
         assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--eviction-policy", "leafhd"), ("--disk-admission", "second_touch"), ("--remote-write", "second_touch")],
+)
+def test_the_hosts_have_the_options_of_the_engine(
+    option: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["--trace", str(made(tmp_path, 120)), *SIZES, "--remote", "1GiB", "--hosts", "2"]
+    without, given = (estimate(capsys, tmp_path, *arguments, *more)["cases"] for more in ((), option))
+    counts = ("hit_percent", "disk_write_bytes", "remote_write_bytes")
+    assert any(without[1][name] != given[1][name] for name in counts)
 
 
 def test_small_objects_cut_a_block_of_the_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

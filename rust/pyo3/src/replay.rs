@@ -5,7 +5,6 @@ use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use undercroft_contract::remote::RemoteWrite;
-use undercroft_engine::EngineConfig;
 use undercroft_engine::metrics::Counters;
 use undercroft_engine::policy::PolicyKind;
 use undercroft_host::HostError;
@@ -37,11 +36,7 @@ impl PyReplay {
         let options = Options {
             host_blocks,
             disk_blocks,
-            policy: if leafhd {
-                PolicyKind::LeafHd
-            } else {
-                PolicyKind::Lru
-            },
+            policy: policy(leafhd),
             second_touch,
             disk_writes_per_s,
             seed: 1,
@@ -96,7 +91,7 @@ impl PyFleet {
     /// Empty hosts. Capacities are in blocks of requests, each of which is `parts` blocks of the engine; an object of the
     /// store has `object_blocks` of these. Raises ConfigError.
     #[new]
-    #[pyo3(signature = (*, hosts, router, parts, host_blocks, disk_blocks, second_touch, disk_writes_per_s,
+    #[pyo3(signature = (*, hosts, router, parts, host_blocks, disk_blocks, leafhd, second_touch, disk_writes_per_s,
                         store_objects, object_blocks, store_write, store_writes_per_s))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
@@ -105,6 +100,7 @@ impl PyFleet {
         parts: u32,
         host_blocks: usize,
         disk_blocks: usize,
+        leafhd: bool,
         second_touch: bool,
         disk_writes_per_s: f64,
         store_objects: usize,
@@ -118,7 +114,7 @@ impl PyFleet {
             host: Options {
                 host_blocks: in_parts(host_blocks),
                 disk_blocks: in_parts(disk_blocks),
-                policy: EngineConfig::new(0).policy,
+                policy: policy(leafhd),
                 second_touch,
                 disk_writes_per_s: disk_writes_per_s * f64::from(parts),
                 seed: 1,
@@ -191,6 +187,13 @@ impl PyFleet {
             ("peak_requests", store.peak_requests),
             ("peak_blocks", store.peak_blocks),
         ])
+    }
+}
+
+fn policy(leafhd: bool) -> PolicyKind {
+    match leafhd {
+        true => PolicyKind::LeafHd,
+        false => PolicyKind::Lru,
     }
 }
 
