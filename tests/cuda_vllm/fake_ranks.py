@@ -1,10 +1,11 @@
 """vLLM's worker processes over the fake CUDA: the process that they are forked from imports this module first.
 
-Each rank has a device of its own. Ranks talk through the host's memory, since the fake has no NCCL.
+Each rank has a device of its own. Ranks and stages talk through the host's memory, since the fake has no NCCL.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.platforms.cuda import CudaPlatform
 from vllm.v1.worker.gpu_worker import Worker
 
-from compute import on_cpu, take_errors
+from compute import is_cuda, on_cpu, queue, take_errors
 from prompts import slow
 
 
@@ -44,6 +45,32 @@ class HostCommunicator(DeviceCommunicatorBase):
         return whole if self.rank_in_group == dst else None
 
 
+class _Posted:
+    """A message between stages, which the stream moves in its turn."""
+
+    def __init__(self) -> None:
+        self._moved = torch.cuda.current_stream().record_event()
+
+    def wait(self) -> None:
+        """The stream that posted it also uses the tensor."""
+
+    def is_completed(self) -> bool:
+        return bool(self._moved.query())
+
+
+def _in_turn(asked: Callable[..., Any], moves: Callable[..., Any]) -> Callable[..., Any]:
+    """``asked``, but of a tensor in the device's memory: ``moves`` it when the current stream comes to it, as NCCL."""
+
+    def posted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_cuda(tensor):
+            return asked(tensor, *args, **kwargs)
+        own = on_cpu(tensor)
+        queue(lambda: moves(own, *args, **kwargs))
+        return _Posted()
+
+    return posted
+
+
 def broken(_: Any) -> list[str]:
     """The errors of a rank's work so far, and the rules of the driver that it has broken."""
     torch.cuda.synchronize()
@@ -65,5 +92,8 @@ def _start_on_the_fake(init_device: Any) -> Any:
 
 CudaPlatform.dist_backend = "gloo"
 CudaPlatform.get_device_communicator_cls = classmethod(lambda _: f"{__name__}.{HostCommunicator.__name__}")
+dist.isend = _in_turn(dist.isend, dist.send)
+dist.irecv = _in_turn(dist.irecv, dist.recv)
+dist.broadcast = _in_turn(dist.broadcast, dist.broadcast)
 Worker.broken = broken
 Worker.init_device = _start_on_the_fake(Worker.init_device)
