@@ -62,6 +62,8 @@ def test_a_prompt_of_128k_tokens_costs_one_batch_or_one_and_a_few_kernels_for_ea
     gathered = name in SMALL_PAGES
     chunks = chunks_of(model, blocks, gathered)
     rank = Rank(model, device, blocks)
+    part = rank.worker._layout.groups[0]
+    assert (part.span > part.shard_bytes) == (model.ranks > 1 and not gathered), "other ranks' heads lie in between"
     rank.warm_up()
     jobs = rank.jobs(1, blocks)
     before = fake.counts()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from undercroft._core import Arena
 from undercroft.connector.metadata import GroupCopy, TransferJob, UndercroftMetadata
@@ -27,6 +28,8 @@ class Model(NamedTuple):
     page: int
     tokens: int
     """Tokens of a block."""
+    ranks: int = 1
+    """Ranks of tensor parallelism: with large pages in the layout LBHNC they share payloads."""
 
     @property
     def blocks(self) -> int:
@@ -34,17 +37,24 @@ class Model(NamedTuple):
 
     @property
     def slot(self) -> int:
-        return -(-self.page * self.layers // 4096) * 4096
+        return -(-self.page * self.layers * self.ranks // 4096) * 4096
+
+    @property
+    def heads(self) -> int:
+        """Heads of keys and values on this rank: each has 128 numbers of 16 bits."""
+        return self.page // (self.tokens * 2 * 128 * 2)
 
 
 SMALL_PAGES = {
-    "70B on 8 ranks": Model("LBNHC", 80, 8 << 10, 16),
+    "70B on 8 ranks": Model("LBHNC", 80, 8 << 10, 16, ranks=8),
     "1B": Model("LBNHC", 16, 16 << 10, 16),
 }
 """Models whose pages are gathered."""
 MODELS = {
     **SMALL_PAGES,
     "8B": Model("LBNHC", 32, 64 << 10, 16),
+    "one of two ranks": Model("LBHNC", 32, 32 << 10, 16, ranks=2),
+    "one of eight ranks": Model("LBHNC", 16, 32 << 10, 64, ranks=8),
     "MLA": Model("LBNHC", 61, 72 << 10, 64),
     "blocks outermost": Model("BLHNC", 32, 64 << 10, 16),
 }
@@ -80,8 +90,16 @@ class Rank:
         self.cache: SyntheticCache = synthetic_cache(model.page, model.blocks, model.layers, model.layout, device)
         self.arena = Sparse(slots * model.slot)
         self.attached = 0
-        parallel: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1))
-        self.worker = WorkerConnector(parallel, self.cache.config, attach=self._attach)
+        if model.ranks > 1:
+            self.cache.config.kv_cache_groups[0].kv_cache_spec = FullAttentionSpec(
+                block_size=model.tokens, num_kv_heads=model.heads, head_size=128, dtype=torch.bfloat16
+            )
+        vllm_config: Any = SimpleNamespace(
+            parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=model.ranks),
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: model.heads * model.ranks),
+            device_config=SimpleNamespace(device_type="cuda"),
+        )
+        self.worker = WorkerConnector(vllm_config, self.cache.config, attach=self._attach)
         self.worker.register_kv_caches(self.cache.views)
         self.random = np.random.default_rng(0)
         self.next = 0
