@@ -20,7 +20,7 @@ import fake_device
 ENGINES = Path(__file__).with_name("cuda_engines")
 # On a busy machine a prompt below vLLM's offloading may be computed although it hits, if it shares chunks with one that
 # is being loaded. These tests count hits, and some have two ranks, which keep each core busy.
-ALONE = ("test_ranks.py", "test_tier.py")
+ALONE = ("test_layouts.py", "test_mla.py", "test_ranks.py", "test_stages.py", "test_tier.py")
 FILES = [
     pytest.param(path.name, marks=[pytest.mark.alone] if path.name in ALONE else [])
     for path in sorted(ENGINES.glob("test_*.py"))
