@@ -35,13 +35,18 @@ def source(results: str) -> str:
     return " ".join(record.partition(":")[0].split()).replace("`", "")
 
 
+def shown(value: float) -> str:
+    """Three digits, zeros at the end included: all labels are equally exact."""
+    return f"{value:#.3g}".rstrip(".")
+
+
 def draw(results: str) -> str:
     """The chart as SVG: a bar for each time of a row, their lengths in proportion to the times."""
     bars = rows(results)
     most = max(max(times) for _, times in bars)
     group = len(SERIES) * BAR + GAP
     height = TOP + len(bars) * group + 30
-    spoken = ", ".join(f"{tokens} tokens {', '.join(f'{value:g}' for value in times)}" for tokens, times in bars)
+    spoken = ", ".join(f"{tokens} tokens {', '.join(map(shown, times))}" for tokens, times in bars)
     names = ", ".join(name for name, _ in SERIES)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
@@ -62,7 +67,7 @@ def draw(results: str) -> str:
         for row, (value, (_, colour)) in enumerate(zip(times, SERIES, strict=True)):
             top, length = y + row * BAR, LONGEST * value / most
             lines.append(f'<rect x="{LEFT}" y="{top}" width="{length:.1f}" height="{BAR - 2}" rx="3" fill="{colour}"/>')
-            lines.append(f'<text x="{LEFT + length + 8:.1f}" y="{top + 14}" fill="#0f172a">{value:g}</text>')
+            lines.append(f'<text x="{LEFT + length + 8:.1f}" y="{top + 14}" fill="#0f172a">{shown(value)}</text>')
     lines.append(f'<text x="24" y="{height - 14}" font-size="12" fill="#475569">{source(results)}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 

@@ -32,6 +32,16 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_post_build(config: Any) -> None:
+    """Write llms.txt, the list of pages for programs that read the site."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for section in config.nav:
+        for title, pages in section.items():
+            lines += ["", f"## {title}", ""]
+            lines += [f"- [{name}]({page.removesuffix('.md')}.html)" for one in pages for name, page in one.items()]
+    (Path(config.site_dir) / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the documents that lie outside docs/."""
     for page, document in SOURCES.items():

@@ -149,6 +149,21 @@ def commands(document: str, name: str) -> Iterator[str]:
     yield from (one for one in quoted(document) if one.startswith(f"{name} "))
 
 
+COPIED = (
+    "README.md",
+    *(f"docs/{page}.md" for page in ("index", "get-started", "configure", "vllm", "vllm-tier", "sglang")),
+)
+"""Pages whose code blocks a newcomer copies."""
+COLUMNS = 84
+"""What a page of the site shows of a code block in a window of 1,280 pixels."""
+
+
+@pytest.mark.parametrize("document", COPIED)
+def test_commands_to_copy_are_seen_whole(document: str) -> None:
+    blocks = re.findall(r"```.*?\n(.*?)```", text(document), flags=re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > COLUMNS] == []
+
+
 @cache
 def files() -> frozenset[str]:
     """Files that are or may be committed, and their directories."""

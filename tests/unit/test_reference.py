@@ -69,6 +69,10 @@ def test_the_chart_is_that_of_the_results() -> None:
     assert chart.CHART.read_text(encoding="utf-8") == drawn, "run: python tools/chart.py"
 
 
+def test_all_labels_of_the_chart_are_equally_exact() -> None:
+    assert [tool("chart").shown(value) for value in (25.56, 7.09, 13.0, 279.7)] == ["25.6", "7.09", "13.0", "280"]
+
+
 def test_a_chart_without_its_table_says_so() -> None:
     with pytest.raises(ValueError, match="no table of milliseconds"):
         tool("chart").draw("# Results\n")

@@ -146,7 +146,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"host_memory": "12XB"}', ["host_memory = '12XB' in FILE: unknown unit 'XB'. Allowed: bytes"]),
         ('{"log_level": "Info"}', ["log_level = 'Info' in FILE: Info is no level (did you mean 'info'?)"]),
         ('{"metrics": ":9400"}', ["metrics = ':9400' in FILE: ':9400' names no host"]),
-        ('["host_memory"]', ["--config FILE: it is no JSON object"]),
+        ('["host_memory"]', ["--config FILE: it is not a JSON object"]),
         ("host_memory: 1GiB", ["--config FILE: it is not JSON"]),
         (None, ["--config FILE: cannot be read (No such file or directory)"]),
     ],

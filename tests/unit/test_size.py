@@ -153,3 +153,15 @@ def test_size_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main.main(["size", str(path), "--disk", "1XB"])
     assert "unknown unit 'XB'. Allowed: bytes" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_here_is_sized_by_three_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"num_hidden_layers": 36, "num_key_value_heads": 8, "head_dim": 128}
+    assert main.main(["size", json.dumps(fields), "--host-memory", "64GiB"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("model (unknown): 36 layers, bfloat16\n")
+    assert "each token: 144 KiB of full attention" in said
+    assert main.main(["size", '{"num_hidden_layers": 36']) == 2
+    assert "cannot be read as a model's config.json" in capsys.readouterr().err
+    assert main.main(["size", "Some/Name"]) == 2
+    assert "fields of one as JSON" in capsys.readouterr().err

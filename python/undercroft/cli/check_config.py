@@ -68,9 +68,9 @@ def read_config(text: str) -> tuple[str, dict[str, Any]]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"the configuration is no JSON ({error}); give an object, @FILE, or --env") from None
+        raise ConfigError(f"the configuration is not JSON ({error}); give an object, @FILE, or --env") from None
     if not isinstance(value, dict):
-        raise ConfigError("the configuration is no JSON object")
+        raise ConfigError("the configuration is not a JSON object")
     if "kv_connector" not in value and EXTRA_CONFIG not in value:
         return CONNECTOR, value
     if value.get("kv_connector") not in (CONNECTOR, options.CONNECTOR):
@@ -82,7 +82,7 @@ def read_config(text: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f'kv_role is {value.get("kv_role")!r}; undercroft needs "kv_both"')
     extra = value.get(EXTRA_CONFIG, {})
     if not isinstance(extra, dict):
-        raise ConfigError(f"{EXTRA_CONFIG} is no JSON object")
+        raise ConfigError(f"{EXTRA_CONFIG} is not a JSON object")
     return str(value.get("kv_connector")), extra
 
 

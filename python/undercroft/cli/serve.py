@@ -134,7 +134,7 @@ def _read_config(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--config {path}: it is not JSON ({error})") from None
     if not isinstance(found, dict):
-        raise ConfigError(f'--config {path}: it is no JSON object; give one such as {{"host_memory": "64GiB"}}')
+        raise ConfigError(f'--config {path}: it is not a JSON object; give one such as {{"host_memory": "64GiB"}}')
     known = [*_OWN_OPTIONS, *(option.name for option in ENGINE_OPTIONS)]
     for key in found:
         if key in known:

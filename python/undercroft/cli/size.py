@@ -34,7 +34,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         epilog="example: undercroft size Qwen/Qwen3-8B --host-memory 64GiB,128GiB --disk 1TiB",
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a config.json, a model's directory, or its name in Hugging Face's cache"
+        "model",
+        metavar="MODEL",
+        help="a config.json, a model's directory, its name in Hugging Face's cache, or fields of its config.json as a "
+        "JSON object",
     )
     parser.add_argument(
         "--host-memory", type=arguments.sizes, default=[], metavar="SIZE[,SIZE]", help="sizes of the host tier"
@@ -94,6 +97,8 @@ def _tier(model: Model, tier: str, size: int) -> dict[str, Any]:
 
 def _print(name: str, found: dict[str, Any]) -> None:
     layers = sum(group["layers"] for group in found["groups"])
+    if name.lstrip().startswith("{"):
+        name = "model"
     say(f"{name} ({found['model_type']}): {layers} layers, {found['dtype']}")
     say()
     output.print_table(

@@ -64,21 +64,32 @@ class Precision:
 def read_config(model: str) -> dict[str, Any]:
     """The configuration of the text model: ``model`` is a file, a directory, or a name in Hugging Face's cache.
 
-    Raises ConfigError if there is none.
+    Or it is the configuration's fields as a JSON object. Raises ConfigError if there is none.
     """
+    if model.lstrip().startswith("{"):
+        return _text_model(model, "the model", "its text")
     place = model_place(model, None)
     if place is None:
         raise ConfigError(
             f"model {model!r}: there is no such file or directory, and Hugging Face's cache on this machine does not "
-            "hold it; give a config.json, or download the model first"
+            "hold it; give a config.json, fields of one as JSON, or download the model first"
         )
     path = place / "config.json" if place.is_dir() else place
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        found = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {model!r}: {path} cannot be read as a model's config.json ({cause(error)})") from None
+    return _text_model(found, f"model {model!r}", str(path))
+
+
+def _text_model(found: str, model: str, where: str) -> dict[str, Any]:
+    """The text model's part of a configuration as JSON; the others name it in errors. Raises ConfigError."""
+    try:
+        config = json.loads(found)
+    except ValueError as error:
+        raise ConfigError(f"{model}: {where} cannot be read as a model's config.json ({error})") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"model {model!r}: {path} holds no object")
+        raise ConfigError(f"{model}: {where} holds no object")
     text = next((config[name] for name in ("text_config", "llm_config") if isinstance(config.get(name), dict)), None)
     return config if text is None else config | text
 
