@@ -254,6 +254,23 @@ def test_table_columns_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "a          b\nlong cell  1\nx          2.500\n"
 
 
+def test_a_narrow_terminal_shows_cell_by_cell(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown(columns: int, rows: int, *, terminal: bool = True) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+        output.print_table(("tier", "capacity"), [("host", "64 MiB")] * rows)
+        return capsys.readouterr().out
+
+    wide = "tier  capacity\nhost  64 MiB\n"
+    assert shown(14, 1) == wide
+    assert shown(13, 1) == "tier      host\ncapacity  64 MiB\n"
+    assert shown(13, 1, terminal=False) == wide
+    assert shown(13, 2) == "tier      host\ncapacity  64 MiB\n\ntier      host\ncapacity  64 MiB\n"
+    assert shown(13, 8).startswith(wide)
+
+
 def test_bench_lookup_reports_the_fields_of_an_embedded_engine(capsys: pytest.CaptureFixture[str]) -> None:
     code, report = run_json(capsys, "bench", "lookup", "--keys", "64", "--rounds", "20")
     assert code == 0

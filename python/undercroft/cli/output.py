@@ -6,10 +6,14 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from shutil import get_terminal_size
 from typing import Any, TextIO
 
 from undercroft.errors import UndercroftError
 from undercroft.printable import printable
+
+NARROW_ROWS = 8
+"""Most rows of a table, the header included, that are shown cell by cell on a narrow terminal."""
 
 
 class CommandError(UndercroftError):
@@ -53,11 +57,19 @@ def print_fields(fields: Mapping[str, Any]) -> None:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Columns as wide as their widest cell."""
+    """Columns as wide as their widest cell. On a terminal that is too narrow for them, each cell has a line."""
     cells = [list(header)] + [[text(value) for value in row] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    for row in cells:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    # Many rows are easier to compare in lines that the terminal wraps.
+    if len(cells) <= NARROW_ROWS and sys.stdout.isatty() and max(map(len, lines)) > get_terminal_size().columns:
+        for number, row in enumerate(cells[1:]):
+            if number:
+                say()
+            print_fields(dict(zip(header, row, strict=True)))
+    else:
+        for line in lines:
+            say(line)
 
 
 def text(value: Any) -> str:
