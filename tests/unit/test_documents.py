@@ -360,3 +360,15 @@ def test_the_architecture_takes_ten_minutes() -> None:
 
 def test_there_are_documents() -> None:
     assert {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/server.md"} <= set(DOCUMENTS)
+
+
+def test_the_types_to_begin_with_have_examples() -> None:
+    (paragraph,) = re.findall(r"The types to begin with.*?(?=\n\n)", text("CONTRIBUTING.md"), flags=re.DOTALL)
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "rust").glob("*/src/**/*.rs"))
+    names = re.findall(r"`([A-Z]\w+)`", paragraph)
+    documented = {
+        name
+        for name in names
+        if re.search(rf"/// ```\n(?:(?:///|#\[).*\n)*pub (?:struct|enum|trait) {name}\b", sources)
+    }
+    assert (len(names), documented) == (14, set(names))

@@ -231,6 +231,33 @@ pub const PLACEHOLDER: u8 = u8::MAX;
 pub const PLACEHOLDERS_SHARE: u64 = 16;
 
 /// One payload on disk, or a placeholder: a node between payloads.
+///
+/// A record proves itself, so that a torn write is a missing record and never a wrong one:
+///
+/// ```
+/// use undercroft_contract::format::{RECORD_BYTES, Record};
+/// use undercroft_contract::key::BlockHash;
+///
+/// let record = Record {
+///     group: 0,
+///     hit_class: 0,
+///     seq: 7,
+///     instance: 1,
+///     slot: 20,
+///     payload_bytes: 65536,
+///     checksum: 0x1234,
+///     depth: 1,
+///     last: 3,
+///     written_s: 1_800_000_000,
+///     hash: BlockHash::new(&[9; 32]).unwrap(),
+///     parent: None,
+/// };
+/// let mut bytes = [0; RECORD_BYTES];
+/// record.encode(&mut bytes);
+/// assert_eq!(Record::decode(&bytes), Some(record));
+/// bytes[24] ^= 1;
+/// assert_eq!(Record::decode(&bytes), None);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// KV cache group, or [`PLACEHOLDER`]; then slot, bytes and checksum of the payload are 0.

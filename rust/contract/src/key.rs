@@ -9,6 +9,16 @@ pub const HASH_BYTES_MAX: usize = 32;
 
 /// A block hash, in full. Shorter hashes (xxh3-128) are zero-padded and keep their length, so that
 /// hashes of different algorithms never compare equal.
+///
+/// ```
+/// use undercroft_contract::key::BlockHash;
+///
+/// let sha256 = BlockHash::new(&[0; 32]).unwrap();
+/// let xxh3 = BlockHash::new(&[0; 16]).unwrap();
+/// assert_eq!(sha256.padded(), xxh3.padded());
+/// assert_ne!(sha256, xxh3);
+/// assert_eq!(BlockHash::new(&[0; 33]), None);
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash {
     bytes: [u8; HASH_BYTES_MAX],

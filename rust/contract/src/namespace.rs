@@ -44,6 +44,22 @@ pub struct GroupSpec {
 }
 
 /// The description of a namespace by its clients, which a directory stores.
+///
+/// A model whose layers alternate between full attention and a window of 32 tokens, in blocks of 16 tokens:
+///
+/// ```
+/// use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
+///
+/// let window = GroupKind::SlidingWindow { tokens: 32 };
+/// let spec = NamespaceSpec::uniform("model", 16, &[(GroupKind::Full, 4096), (window, 1024)]);
+/// assert_eq!(spec.validate(), Ok(()));
+/// // A hit of 10 blocks needs all blocks of full attention, and the last 31 tokens of the window.
+/// assert_eq!(spec.needed_after(0, 10), 0);
+/// assert_eq!(spec.needed_after(1, 10), 8);
+/// // Another description is another namespace: no block is found in both.
+/// let other = NamespaceSpec { description: "other".to_owned(), ..spec.clone() };
+/// assert_ne!(other.digest(), spec.digest());
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NamespaceSpec {
     /// Canonical description; its digest is the namespace's identity.

@@ -222,6 +222,18 @@ impl<'a> LookupRequest<'a> {
 }
 
 /// The answer to a [`LookupRequest`].
+///
+/// ```
+/// use undercroft_contract::session::{Hit, Lookup, Tokens};
+///
+/// // 48 tokens can be loaded. Another prompt shares 64, where a state is missing.
+/// let hit = Lookup::Hit(Hit { tokens: Tokens(48), shared: Tokens(64) });
+/// assert_eq!((hit.tokens(), hit.shared()), (Some(Tokens(48)), Tokens(64)));
+/// // A pending lookup says nothing of the hit yet, which is not the same as a miss.
+/// let pending = Lookup::Pending { shared: Tokens(64) };
+/// assert_eq!(pending.tokens(), None);
+/// assert_eq!(Lookup::NOTHING.tokens(), Some(Tokens(0)));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lookup {
     /// Payloads are being read from disk, or a server's answer is on its way: ask again.

@@ -19,6 +19,40 @@ use crate::{Driver, EngineAccess};
 const STEP_BLOCKS: usize = 128;
 
 /// A session of an engine in this process.
+///
+/// The scheduler saves a prompt, and loads it for the next request with the same prefix. Its workers copy the bytes:
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use undercroft_contract::key::BlockHash;
+/// use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
+/// use undercroft_contract::session::{LookupRequest, Save, SaveRequest, Session, SessionSpec, Tokens};
+/// use undercroft_driver::{Driver, EmbeddedSession};
+/// use undercroft_engine::{Engine, EngineConfig};
+/// use undercroft_io::arena::Arena;
+/// use undercroft_io::{IoEngineChoice, open_io_engine};
+///
+/// let arena = Arc::new(Arena::create(4 << 20)?);
+/// let (io, _) = open_io_engine(IoEngineChoice::Auto, 4, Arc::clone(&arena), Vec::new())?;
+/// let driver = Arc::new(Driver::start(Engine::new(EngineConfig::new(arena.size())), io)?);
+/// let model = NamespaceSpec::uniform("model", 16, &[(GroupKind::Full, 4096)]);
+/// let session = EmbeddedSession::open(driver, SessionSpec::from(model))?;
+/// let prompt = vec![BlockHash::new(&[1; 32]).unwrap()];
+///
+/// let Save::Granted(save) = session.begin_save(&SaveRequest::new("first", &prompt, Tokens(16))) else {
+///     panic!("an engine of this process answers at once");
+/// };
+/// arena.write(save.extents[0].offsets[0].get().unwrap(), &[7; 4096])?;
+/// session.end_transfer(save.id, true);
+///
+/// let hit = session.lookup(&LookupRequest::new("second", &prompt));
+/// assert_eq!(hit.tokens(), Some(Tokens(16)));
+/// let load = session.begin_load("second", Tokens(0), Tokens(16)).unwrap();
+/// assert_eq!(arena.read(load.extents[0].offsets[0].get().unwrap(), 4096)?, [7; 4096]);
+/// session.end_transfer(load.id, true);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct EmbeddedSession<A: EngineAccess = Driver> {
     engine: Arc<A>,

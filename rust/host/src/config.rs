@@ -67,6 +67,17 @@ pub enum DiskAdmission {
 }
 
 /// How to open an engine. Sizes are in bytes.
+///
+/// ```
+/// use undercroft_host::HostConfig;
+///
+/// let config = HostConfig::from_json(r#"{"host_memory": 8388608}"#)?;
+/// assert_eq!(config.host_memory, 8 << 20);
+/// // A misspelled option is refused, not ignored.
+/// let refused = HostConfig::from_json(r#"{"host_memmory": 8388608}"#).unwrap_err();
+/// assert!(refused.to_string().contains("host_memmory"), "{refused}");
+/// # Ok::<(), undercroft_host::HostError>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct HostConfig {

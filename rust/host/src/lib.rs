@@ -66,6 +66,28 @@ impl Connection {
 }
 
 /// An engine in this process or another, which opens sessions.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
+/// use undercroft_contract::session::Tokens;
+/// use undercroft_host::{HostConfig, open};
+///
+/// let directory = tempfile::tempdir()?;
+/// let host_memory = 8 << 20;
+/// let config = HostConfig { host_memory, socket_dir: directory.path().join("sockets"), ..HostConfig::default() };
+/// let engine = open(config)?;
+/// let model = NamespaceSpec::uniform("model", 16, &[(GroupKind::Full, 4096)]);
+/// let session = engine.register(model.clone(), Tokens(0))?;
+/// assert_eq!(session.namespace(), model.digest().to_hex());
+/// // Workers and `undercroft status` reach an engine of this process through its socket, too.
+/// assert!(engine.arena().is_some() && engine.status()?.is_object());
+/// // Nothing was saved, so there is nothing to wait for.
+/// assert!(engine.flush(Duration::from_secs(5)));
+/// engine.close();
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub trait EngineHost: Debug + Send + Sync {
     /// Opens a session. Each of its hits ends `dropped_tokens` before the end of the cached prefix. An engine of
     /// another process accepts one session, which is opened when the engine's server answers.

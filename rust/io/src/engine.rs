@@ -15,6 +15,47 @@ use crate::waker::Waker;
 /// Short transfers are resubmitted, EINTR and EAGAIN are retried; the caller sees neither.
 /// Buffers: the arena outlives the engine (it holds an `Arc` of the mapping); metadata is owned by
 /// the operation until its completion.
+///
+/// A payload goes from the arena to a data file and back, and is refused where its checksum is another:
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use undercroft_contract::io::{IoFault, IoRequest};
+/// use undercroft_io::arena::{ARENA_ALIGN, Arena};
+/// use undercroft_io::{DeviceFiles, IoEngineChoice, open_file, open_io_engine};
+///
+/// let directory = tempfile::tempdir()?;
+/// let file = |name: &str| open_file(&directory.path().join(name), true);
+/// let (data, o_direct) = file("data")?;
+/// let (superblock, table) = (file("super")?.0, file("table")?.0);
+/// let files = DeviceFiles { superblock, table, data, o_direct };
+/// let arena = Arc::new(Arena::create(3 * ARENA_ALIGN)?);
+/// arena.write(0, &[7; 1000])?;
+/// let (mut io, _) = open_io_engine(IoEngineChoice::Auto, 4, Arc::clone(&arena), vec![files])?;
+/// let (device, file_offset, len, payload_len) = (0, 0, 4096, 1000);
+/// let mut ended = Vec::new();
+///
+/// let checksum = None;
+/// let write = IoRequest::WritePayload {
+///     token: 0, device, file_offset, arena_offset: 0, len, payload_len, checksum,
+/// };
+/// io.submit(write);
+/// io.wait(None, &mut ended);
+/// let sum = ended[0].result.unwrap();
+///
+/// for (token, checksum) in [(1, sum), (2, sum + 1)] {
+///     let arena_offset = token * ARENA_ALIGN;
+///     let read = IoRequest::ReadPayload {
+///         token, device, file_offset, arena_offset, len, payload_len, checksum,
+///     };
+///     io.submit(read);
+///     io.wait(None, &mut ended);
+/// }
+/// assert_eq!(arena.read(ARENA_ALIGN, 1000)?, [7; 1000]);
+/// assert_eq!((ended[1].result, ended[2].result), (Ok(sum), Err(IoFault::Corrupt)));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub trait IoEngine: Send + std::fmt::Debug {
     /// The arena of the transfers.
     fn arena(&self) -> &Arc<Arena>;

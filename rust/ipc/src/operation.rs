@@ -13,6 +13,18 @@ use undercroft_engine::{ClearOrder, Engine, ResizeOrder};
 use crate::orders::{self, Caller};
 
 /// A question or an order. Each is one bounded entry of the engine.
+///
+/// The commands send it as JSON, whose outer name is the operation:
+///
+/// ```
+/// use undercroft_ipc::OperatorRequest;
+///
+/// let order: OperatorRequest = serde_json::from_str(r#"{"drain": {"cancel": false}}"#)?;
+/// assert_eq!(order, OperatorRequest::Drain { cancel: false });
+/// // A misspelled operation is refused, not ignored.
+/// assert!(serde_json::from_str::<OperatorRequest>(r#"{"drian": {"cancel": false}}"#).is_err());
+/// # Ok::<(), serde_json::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OperatorRequest {

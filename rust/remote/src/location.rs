@@ -62,6 +62,17 @@ const PORT: &str = "a port that is no number up to 65535. Set a password in the 
 pub struct LocationError(pub String);
 
 /// Where a remote store is.
+///
+/// ```
+/// use undercroft_remote::{Location, Scheme};
+///
+/// let bucket = Location::parse("s3://bucket/team/a")?;
+/// assert_eq!((bucket.scheme, bucket.host.as_str(), bucket.path.as_str()), (Scheme::S3, "bucket", "team/a"));
+/// // Credentials come from the environment: a URL is logged, and a refusal does not repeat them.
+/// let refused = Location::parse("redis://user:secret@host/0").unwrap_err();
+/// assert!(!refused.to_string().contains("secret"), "{refused}");
+/// # Ok::<(), undercroft_remote::LocationError>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Location {
     /// The kind of store.

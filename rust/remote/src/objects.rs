@@ -22,6 +22,23 @@ pub struct ListedObject {
 /// call: a call to a file system that hangs cannot be ended.
 ///
 /// Paths have lower-case letters, digits, `.`, `-` and `/`. The store adds its own prefix.
+///
+/// ```
+/// use undercroft_remote::{Location, ObjectBody, Receiver, RemoteOptions, open};
+///
+/// let directory = tempfile::tempdir()?;
+/// let location = Location::parse(&format!("file://{}", directory.path().display()))?;
+/// let store = open(&location, RemoteOptions::default())?;
+/// let paths = ["a/first".to_owned(), "a/second".to_owned()];
+/// assert!(store.put(&paths[0], &ObjectBody::bytes(b"payloads"), true)?);
+/// // One bit for each path: the first object exists.
+/// assert_eq!(store.probe(&paths)?, 0b01);
+/// // Two hosts may save the same blocks: the second keeps the object that is there.
+/// assert!(!store.put(&paths[0], &ObjectBody::bytes(b"the same"), true)?);
+/// let mut receiver = Receiver::bytes(64);
+/// store.get(&paths[0], &mut receiver)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub trait Objects: Send + Sync + std::fmt::Debug {
     /// `"file"`, `"s3"`, ...
     fn name(&self) -> &'static str;

@@ -30,6 +30,31 @@ use super::super::sessions::Sessions;
 use super::super::writeback::WriteBack;
 
 /// The engine. See the description of the crate.
+///
+/// Commands go in, answers come out, and [`Engine::turn`] says what the devices should do. Nothing here copies a byte:
+///
+/// ```
+/// use undercroft_contract::key::BlockHash;
+/// use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
+/// use undercroft_contract::session::{LookupRequest, SaveRequest, SessionSpec, Tokens};
+/// use undercroft_engine::{Engine, EngineConfig};
+///
+/// let mut engine = Engine::new(EngineConfig::new(4 << 20));
+/// let model = NamespaceSpec::uniform("model", 16, &[(GroupKind::Full, 4096)]);
+/// let session = engine.open_session(SessionSpec::from(model))?;
+/// let prompt: Vec<_> = (1..4).map(|block| BlockHash::new(&[block; 32]).unwrap()).collect();
+///
+/// // The first two blocks have been computed. Their slots come at once; workers copy into them.
+/// let save = engine.begin_save(session, &SaveRequest::new("first", &prompt, Tokens(32)));
+/// let copies = save.transfer.unwrap();
+/// assert_eq!(copies.extents[0].offsets.len(), 2);
+/// // Until the copies have ended no other request finds the blocks.
+/// let lookup = LookupRequest::new("second", &prompt);
+/// assert_eq!(engine.lookup(session, &lookup).tokens(), Some(Tokens(0)));
+/// engine.end_transfer(copies.id, true);
+/// assert_eq!(engine.lookup(session, &lookup).tokens(), Some(Tokens(32)));
+/// # Ok::<(), undercroft_contract::error::RegisterError>(())
+/// ```
 #[derive(Debug)]
 pub struct Engine {
     pub(super) config: EngineConfig,

@@ -91,6 +91,18 @@ pub struct OutOfBounds {
 }
 
 /// A shared mapping. Unmapped on drop; the memory itself stays until the last process unmaps it.
+///
+/// ```
+/// use undercroft_io::arena::{ARENA_ALIGN, Arena};
+///
+/// let arena = Arena::create(2 * ARENA_ALIGN)?;
+/// arena.write(4096, b"payload")?;
+/// // A worker maps the same memory by the descriptor that the engine's socket hands out.
+/// let worker = Arena::from_fd(arena.fd().try_clone_to_owned()?, arena.size())?;
+/// assert_eq!(worker.read(4096, 7)?, b"payload");
+/// assert!(worker.read(2 * ARENA_ALIGN, 1).is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Arena {
     fd: Unshared<OwnedFd>,

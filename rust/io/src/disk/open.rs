@@ -95,6 +95,22 @@ pub struct Examination {
 }
 
 /// An open directory. It is locked as long as this lives.
+///
+/// ```
+/// use undercroft_contract::pages::CAPACITY_MIN;
+/// use undercroft_io::disk::{StoreError, open};
+///
+/// let parent = tempfile::tempdir()?;
+/// let path = parent.path().join("cache");
+/// let store_id = 42;
+/// let directory = open::open(&path, CAPACITY_MIN, store_id)?;
+/// // Two engines would overwrite each other's slots.
+/// let refused = open::open(&path, CAPACITY_MIN, store_id).unwrap_err();
+/// assert!(matches!(refused, StoreError::InUse { .. }), "{refused}");
+/// drop(directory);
+/// assert!(open::open(&path, CAPACITY_MIN, store_id).is_ok());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Directory {
     /// The directory's path.
@@ -310,10 +326,7 @@ pub fn open(
 /// As [`open`].
 pub fn examine(path: &Path, options: StoreOptions) -> Result<Examination, StoreError> {
     use rustix::fs::Access;
-    let mut place = path;
-    while !place.exists() {
-        place = place.parent().unwrap_or(Path::new("/"));
-    }
+    let place = nearest(path);
     let found = if place == path {
         files::check_owner(path)?;
         let found = files::find(path, options.encrypted)?;
@@ -339,6 +352,12 @@ pub fn examine(path: &Path, options: StoreOptions) -> Result<Examination, StoreE
     })
 }
 
+/// The nearest directory that exists: one that is made later lies on its filesystem.
+fn nearest(path: &Path) -> &Path {
+    let exists = |place: &&Path| place.exists();
+    path.ancestors().find(exists).unwrap_or(Path::new("/"))
+}
+
 /// The size that the store will have, with notes for the operator.
 fn plan(
     path: &Path,
@@ -352,6 +371,7 @@ fn plan(
         (Found::Store(superblock), _) => {
             KeptFiles::of(path, superblock.page_bytes).map_err(failed(path, measure))?
         }
+        // It differs in the encryption alone, for which the operator has another remedy.
         (Found::OtherVersion(found), OnOtherVersion::Refuse)
             if found == Superblock::version(!options.encrypted) =>
         {
@@ -388,10 +408,7 @@ fn plan(
             KeptFiles::default()
         }
     };
-    let mut place = path;
-    while !place.exists() {
-        place = place.parent().unwrap_or(Path::new("/"));
-    }
+    let place = nearest(path);
     let filesystem = Filesystem::of(place).map_err(failed(path, "measure free space"))?;
     let sizing = size(path, options.capacity, held, filesystem)?;
     notes.extend(sizing.note.clone());
