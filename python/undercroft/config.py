@@ -396,6 +396,7 @@ class UndercroftConfig:
         given: set[str] = set()
         for option in OPTIONS:
             if option.name not in known:
+                # The environment may have it for another command.
                 values[option.name] = option.parse(option.default)
                 continue
             found = _given(option, flags, extra_config, environ, place)

@@ -71,6 +71,7 @@ def start_scheduler(
     """
     naming = Naming(config.namespace_salt, config.weights, config.model_id, Digests(digests_file(config.disk_path)))
     divided = division(vllm_config, kv_cache_config)
+    # Before the engine takes memory and directories: a model that cannot be described needs none.
     try:
         whole = with_all_layers(kv_cache_config)
         description = describe(vllm_config, whole, naming, divided.common_shards, has_all_stages=True)
@@ -115,6 +116,7 @@ def start_scheduler(
         naming.digests.save()
         _say_how_it_runs(config, engine, session, groups, registration)
         _log_restrictions(config, engine, ranks, not_reused, divided)
+        # Last: workers attach from here on.
         announcement.announce(engine.arena)
     except BaseException:
         engine.close()

@@ -124,6 +124,7 @@ def wrap_process_outputs(original: Callable[..., Any], rejected_state: type) -> 
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        # Nearly every step has no rejection, and is left as it is.
         for output in engine_core_outputs:
             if output.stop_reason in REASONS:
                 break
@@ -136,6 +137,7 @@ def wrap_process_outputs(original: Callable[..., Any], rejected_state: type) -> 
             if state is None or output.stop_reason not in REASONS:
                 served.append(output)
                 continue
+            # vLLM made the state when the request came, and takes the finish reason from it.
             state.__class__ = rejected_state
             (unserved if state.is_prefilling else served).append(output)
             if state.is_prefilling and output.stop_reason == STOP_REASON:
@@ -145,6 +147,7 @@ def wrap_process_outputs(original: Callable[..., Any], rejected_state: type) -> 
             aside = type(iteration_stats)() if iteration_stats is not None else None
             more = original(processor, unserved, engine_core_timestamp, aside, *args, **kwargs)
             if aside is not None:
+                # A preemption has happened all the same; a prefill and a first token have not.
                 iteration_stats.num_preempted_reqs += aside.num_preempted_reqs
             result.request_outputs.extend(more.request_outputs)
             result.reqs_to_abort.extend(more.reqs_to_abort)

@@ -81,6 +81,7 @@ def mark_media() -> None:
     def wrap_image_id(original: Callable[[Any], bytes | None]) -> Callable[[Any], bytes | None]:
         def get_image_id_bytes(image: Any) -> bytes | None:
             found = original(image)
+            # vLLM hashes this id in the place of the image's bytes.
             _rendering.has_image_id |= found is not None
             return found
 

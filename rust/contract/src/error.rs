@@ -40,7 +40,8 @@ pub enum RegisterError {
         /// The least value of the option whose slots are large enough; `None` if no slot is.
         needed: Option<u64>,
     },
-    /// Another description with the same digest, or other numbers for the same description.
+    /// The digest is that of a namespace that is registered already, with another description, or with other groups or
+    /// sizes for the same one.
     #[error("namespace {digest} is registered with other groups; use another namespace_salt")]
     Conflict {
         /// The digest, hexadecimal.

@@ -141,6 +141,7 @@ impl ServerConnection {
                 Err(_) => return Err(self.closed()),
             };
             let bytes = received.bytes;
+            // No reply brings descriptors, and the close of a foreign one may block.
             if received.has_descriptors() {
                 descriptors::close_elsewhere(received.descriptors);
                 return Err(ConnectError::Frame {
@@ -167,6 +168,7 @@ impl ServerConnection {
                 at += len;
             }
             self.inbox.drain(..at);
+            // A short read has emptied the socket, which saves the call that would say so.
             if bytes < scratch.len() {
                 return Ok(());
             }

@@ -413,6 +413,7 @@ impl SharedPool {
                 let got = self.objects.get(&path, &mut receiver);
                 let kept = receiver.take_kept();
                 let sums = got.and_then(|()| receiver.finish());
+                // A request waits for the answer, and not for a put or a delete.
                 *after = match &sums {
                     Ok(_) => kept.map(|copied| ThreadWork::Renew(path, copied)),
                     Err(error) if error.kind == RemoteError::Corrupt => {
@@ -430,6 +431,7 @@ impl SharedPool {
                 ..
             } => {
                 let path = self.path(&key);
+                // The arena keeps the plain bytes, so encrypted ones need memory of their own.
                 let object = match &self.cipher {
                     Some(cipher) => {
                         let sealed = seal_object((&path, &header), &parts, &self.arena, cipher);

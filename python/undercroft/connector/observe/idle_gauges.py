@@ -22,7 +22,7 @@ class IdleGauges:
     """A thread of a frontend that asks the engines without recent reports."""
 
     def __init__(self, show: Callable[[dict[str, Any], int], None], idle_s: float = IDLE_S) -> None:
-        """``show`` sets the gauges of an engine of vLLM, which its second argument names by index."""
+        """``show`` takes an engine's counters and the index of its vLLM engine, and sets the gauges that users see."""
         self._show = show
         self._idle_s = idle_s
         self._sockets: dict[int, tuple[str, float]] = {}

@@ -135,7 +135,7 @@ class Saves:
         self._step = 0
 
     def __len__(self) -> int:
-        """The number of saves that hold device blocks, or whose end has an effect."""
+        """The number of saves that need steps of vLLM: they are copied, or wait for their slots."""
         return len(self._saves) + len(self._pending)
 
     def bind(self, pool: BlockPool) -> None:

@@ -249,6 +249,7 @@ impl Promotions {
             PromotionEnd::GivenUp => parts.counters.promotions_given_up += 1,
         }
         if !parts.shares[id].demanded {
+            // Requests that have ended leave their ids behind: they are dropped when they are most of the queue.
             if self.prefetched.len() > 2 * parts.shares.len() {
                 let shares = &parts.shares;
                 self.prefetched.retain(|&id| shares.contains_key(id));

@@ -120,9 +120,11 @@ impl Remote {
             is_first,
             among,
         } = get;
+        // A later get of the object, for other payloads, may have taken the place in the map.
         if self.fetching.get(&object) == Some(&Self::id_of(token)) {
             self.fetching.remove(&object);
         }
+        // A store that answers without all checksums has not brought the object.
         let is_whole = |sums: &Vec<u64>| sums.len() == payloads.len();
         let (sums, why) = match result {
             Ok(RemoteDone::Got(sums)) if is_whole(&sums) => (Some(sums), None),
@@ -143,6 +145,7 @@ impl Remote {
                 self.told.remove(object.1.namespace, &blocks, parts);
             }
             if why == Some(RemoteError::NotFound) {
+                // The answer took no longer than that of a probe, and the planner learns that the store lacks objects.
                 parts.rates.remote.probed(took_ns);
                 if is_first {
                     parts.rates.remote.flight_ended(0, 1);

@@ -54,6 +54,7 @@ impl Remote {
                 if !may_send {
                     break;
                 }
+                // The work of an entry is bounded: the next one sends the others.
                 if hash_blocks == 0 {
                     self.has_rest = true;
                     break;

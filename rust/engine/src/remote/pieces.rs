@@ -115,6 +115,7 @@ pub(super) fn of_boundary(spec: &NamespaceSpec, space: &Space, boundary: u32) ->
             false => boundary,
         };
         let run = run_of(spec, group, space.object_bytes);
+        // A run of one block is kept for the last object of a boundary: see `last_of`.
         let least = if to < boundary {
             2 * spec.hash_blocks(group)
         } else {

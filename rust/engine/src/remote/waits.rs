@@ -165,8 +165,10 @@ impl Remote {
         let from = (skipped * size) as usize;
         let to = from + (segments.min(SEGMENTS_MAX) * size) as usize;
         let (before, mut hashes) = read_hashes(request, from, to)?;
+        // A hash that cannot be used ends the prompt, inside a segment too: the store has whole segments only.
         hashes.truncate(hashes.len() / size as usize * size as usize);
         let segments = hashes.len() as u32 / size;
+        // The nodes that arrive hang below this one, which must not be evicted meanwhile.
         let lease = match found {
             0 => NONE,
             _ => parts.residency.forest().ancestor(deepest, skipped * size),
@@ -382,6 +384,7 @@ impl Remote {
         let steps = (step, space.hash_blocks);
         let boundaries = Boundaries::new((above, limit), steps, is_usable);
         if boundaries.is_over() {
+            // The next request with this prompt need not search all boundaries to learn the same.
             self.absent.insert(asked, parts.now_ns);
             return None;
         }

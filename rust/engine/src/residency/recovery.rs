@@ -311,8 +311,8 @@ impl Residency {
 }
 
 impl Residency {
-    /// Finishes the takeover after the last record: the policies and the nodes above learn of each node, and nodes
-    /// whose chain is complete become visible. Returns the number of payloads.
+    /// Finishes the takeover after the last record: nodes whose chain is complete become visible, each disk's policy
+    /// gets the nodes with payloads there, and their parents count them. Returns the number of payloads.
     pub(crate) fn finish_adoption(&mut self) -> u64 {
         self.disks.iter_mut().for_each(Disk::finish_claims);
         // Most records lie behind their parents' records. For them one pass is enough, in the order of memory.

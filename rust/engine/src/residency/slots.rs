@@ -396,7 +396,8 @@ impl Residency {
         payloads.any(|(group, payload)| node.requires(group) && payload.disk == DiskState::Queued)
     }
 
-    /// Group of a required payload of a node that is in the arena, and neither on disk nor queued.
+    /// The first group whose payload of this node may be written: it is required, in the arena, and neither on disk nor
+    /// queued for it.
     pub(crate) fn writable_group(&self, id: NodeId) -> Option<u8> {
         let node = self.node(id);
         (0u8..).zip(node.payloads()).find_map(|(group, payload)| {

@@ -371,7 +371,7 @@ impl Residency {
         in_tiers.collect()
     }
 
-    /// The events that a complete feed has told of a namespace, by hash, group and tier.
+    /// The events that a session gets of a namespace if it reads all of them: one for each readable payload and tier.
     #[cfg(feature = "check")]
     pub(crate) fn announced(&self, ns: NsId) -> Vec<BlockEvent> {
         let ids = self.forest.ids();

@@ -29,6 +29,7 @@ impl Engine {
         let digits = digits_of(&order.what)?;
         let is_used = |ns| self.sessions.uses(ns);
         let known = digits.as_ref().map(|of| self.namespaces.named(of, is_used));
+        // The index has no block of a namespace that does not fit this arena, but an engine with a larger one finds them.
         let has_strangers = digits.as_ref().is_some_and(|of| {
             let residency = &mut self.residency;
             self.namespaces.clear_strangers(of, residency)

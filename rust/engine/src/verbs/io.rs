@@ -160,12 +160,14 @@ impl Engine {
             return;
         };
         let limit_ns = self.config.stall_ns;
+        // Any answer ends a stall, that of a failed operation too.
         if let Some(device) = device {
             let (reads, writes) = self.operations.stalled(device, limit_ns, self.now_ns);
             let health = &mut self.residency.disk_mut(device).health;
             self.health_changed |= health.answered(reads, writes);
         }
         let result = completion.result;
+        // How soon an operation fails says nothing of the device's speed.
         if let (Some(device), true) = (device, result.is_ok()) {
             self.note_latency(device, operation);
         }

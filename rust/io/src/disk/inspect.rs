@@ -81,6 +81,7 @@ impl Summary {
             if record.group == PLACEHOLDER {
                 continue;
             }
+            // An engine would not use the others either: they belong to a larger data file, or to no namespace.
             if range(&record).end <= contents.data_bytes && spaces.contains_key(&record.instance) {
                 found.push(record);
             }

@@ -214,6 +214,7 @@ fn check_new(
         reserve,
     } = filesystem;
     let path = path.to_owned();
+    // Mistakes in the option come first: free space would not help there.
     if !is_share && wanted < CAPACITY_MIN {
         Err(too_small(&path, wanted))
     } else if !is_share && wanted > total {

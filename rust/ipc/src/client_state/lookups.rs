@@ -33,6 +33,7 @@ impl ClientState {
                 && question.wait == request.wait;
             let (waited, may_wait) = (request.waited, !request.is_retry);
             match &request.stage {
+                // The answer to the question before may leave out blocks that this one could use.
                 _ if !covered => {}
                 Stage::Idle => {}
                 Stage::Sent if late || waited && !may_wait => {
@@ -54,10 +55,12 @@ impl ClientState {
                         Some(tokens) if tokens <= question.max => {
                             return Polled::Answer(Lookup::Hit(Hit { tokens, shared }));
                         }
+                        // The hit ends behind the blocks that the request can use now.
                         Some(_) => {}
                         None if late || now.duration_since(*at) < MISS_FRESH => {
                             return Polled::Answer(Lookup::Miss { shared });
                         }
+                        // Others may have saved blocks since.
                         None => is_retry = true,
                     }
                 }

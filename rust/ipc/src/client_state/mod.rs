@@ -237,6 +237,7 @@ impl ClientState {
             | ServerMessage::Pong { .. } => true,
             _ => false,
         };
+        // The server answers such messages in their order, each once.
         if direct && self.replies_due.pop_front().is_none() {
             return false;
         }

@@ -53,7 +53,7 @@ pub(super) struct Peer {
     /// The process of a worker, see [`process_of`](super::leaving::process_of).
     pub(super) process: Option<Unshared<OwnedFd>>,
     inbox: Vec<u8>,
-    /// Bytes of the inbox that were carried out.
+    /// Bytes at the front of the inbox whose frames were carried out already; they are removed before the next read.
     done: usize,
     pub(super) outbox: Vec<u8>,
     /// Bytes of the outbox that were sent.

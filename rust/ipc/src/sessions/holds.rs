@@ -52,11 +52,13 @@ impl ServedSession {
             )
         };
         if !fits(self.held.more(&chain), budgets.held.more(&chain)) {
+            // Blocks that this session, or any, keeps already cost its share, or that of all, nothing again.
             let (own, all) = (self.held.shared(&chain), budgets.held.shared(&chain));
             let fits_up_to = |to: u32| {
                 let more = |shared: u32| self.chain_bytes.between(shared, to) + hit.end_bytes;
                 fits(more(own.min(to)), more(all.min(to)))
             };
+            // The bytes only grow with the depth. The whole chain, `depth`, was found not to fit.
             let (mut low, mut high) = (0, depth);
             while high - low > 1 {
                 let middle = low + (high - low) / 2;

@@ -217,6 +217,7 @@ impl ServedSessions {
                 let stats = self.report.take(|| self.stats.take());
                 ServerMessage::Pong { stats }.append_to(out);
             }
+            // A connection registers once, and has a session or asks for an operator.
             ClientMessage::Register { .. } | ClientMessage::Status | ClientMessage::Operate(_) => {
                 return Err(Violation);
             }

@@ -113,6 +113,7 @@ impl ServedSession {
             Entry::Vacant(_) if is_full => return Err(Violation),
             Entry::Vacant(place) => {
                 let state = place.insert(ServedRequest::new(request));
+                // Without memory for a request its lookups are misses, and the session goes on.
                 if budgets.hashes.allows(self.request_bytes, REQUEST_BYTES) {
                     self.request_bytes += REQUEST_BYTES;
                     budgets.hashes.take(REQUEST_BYTES);
@@ -125,6 +126,7 @@ impl ServedSession {
         if state.over {
             return Ok(state);
         }
+        // A hash is sent once: client and server agree on how many are here, or one of them is broken.
         if hashes.known as usize != state.hashes.len() {
             return Err(Violation);
         }
@@ -269,6 +271,7 @@ impl ServedSession {
             Looked::Hit(hit) => hit,
         };
         let bytes = 8 * hit.left.blocks();
+        // Extents are collected for many hits at a time: a hit beyond their budget is answered as a miss.
         if !budgets.answers.allows(self.answer_bytes, bytes) {
             let (shared, held) = (hit.shared, state.held.take());
             driver.enter(|engine| engine.end_lookup(self.id, &state.name));
