@@ -34,6 +34,7 @@ def main(model: str) -> None:
         print(f"{len(answer.prompt_token_ids)} tokens, {cached} of them cached, first token after {elapsed:.3f} s")
         # The prompt's last blocks are saved during the steps of other requests. A reset before would drop them.
         llm.generate("A short pause.", SamplingParams(max_tokens=8), use_tqdm=False)
+        # Expect a warning in the log: after a change of weights, undercroft's cache would have to be dropped, too.
         llm.reset_prefix_cache()
 
 
