@@ -6,7 +6,6 @@ The wheel of the installed version is fetched once (340 MB); without a network, 
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import cuda_wheels
@@ -16,10 +15,10 @@ import torch
 
 import fake_cuda
 import fake_device
+import inner_pytest
 
 ENGINES = Path(__file__).with_name("cuda_engines")
-# On a busy machine a prompt below vLLM's offloading may be computed although it hits, if it shares chunks with one that
-# is being loaded. These tests count hits, and some have two ranks, which keep each core busy.
+# They have engines with two ranks, which keep each core busy.
 ALONE = ("test_layouts.py", "test_mla.py", "test_ranks.py", "test_stages.py", "test_tier.py")
 FILES = [
     pytest.param(path.name, marks=[pytest.mark.alone] if path.name in ALONE else [])
@@ -44,8 +43,4 @@ def wheel() -> Path:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines run on the GPU itself")
 @pytest.mark.parametrize("file", FILES)
 def test_engines_on_the_fake_give_the_right_tokens(file: str, wheel: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(ENGINES / file)]
-    command += [f"--basetemp={tmp_path / 'inner'}"]
-    ran = subprocess.run(command, env=fake_device.environment(wheel), capture_output=True, text=True, timeout=650)
-    assert ran.returncode == 0, ran.stdout[-12000:] + ran.stderr[-4000:]
-    assert " passed" in ran.stdout, ran.stdout
+    inner_pytest.passes(ENGINES / file, fake_device.environment(wheel), tmp_path / "inner")

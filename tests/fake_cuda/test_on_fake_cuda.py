@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fake_cuda
+import inner_pytest
 
 GPU = Path(__file__).parents[1] / "gpu"
 FILES = sorted(path.name for path in GPU.glob("test_*.py"))
@@ -22,11 +23,7 @@ FILES = sorted(path.name for path in GPU.glob("test_*.py"))
 def test_gpu_tests_pass(file: str, tmp_path: Path) -> None:
     if (missing := fake_cuda.missing()) is not None:
         pytest.skip(missing)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(GPU / file)]
-    command += [f"--basetemp={tmp_path / 'inner'}"]
-    ran = subprocess.run(command, env=fake_cuda.environment(), capture_output=True, text=True, timeout=650)
-    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-4000:]
-    assert " passed" in ran.stdout, ran.stdout
+    inner_pytest.passes(GPU / file, fake_cuda.environment(), tmp_path / "inner", "-x")
 
 
 def test_the_files_that_need_no_vllm_are_collected_without_it(tmp_path: Path) -> None:

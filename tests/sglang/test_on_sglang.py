@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import sglang_packages
+
+import inner_pytest
 
 HICACHE = Path(__file__).with_name("hicache")
 FILES = sorted(path.name for path in HICACHE.glob("test_*.py"))
@@ -29,9 +30,5 @@ def packages() -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("file", FILES)
 def test_sglang_keeps_its_pages_in_undercroft(file: str, packages: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(HICACHE / file)]
-    command += [f"--basetemp={tmp_path / 'inner'}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")])}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
-    assert ran.returncode == 0, ran.stdout[-12000:] + ran.stderr[-4000:]
-    assert " passed" in ran.stdout, ran.stdout
+    inner_pytest.passes(HICACHE / file, environment, tmp_path / "inner", timeout=550)
