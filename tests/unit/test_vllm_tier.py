@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import random
 import re
@@ -442,60 +441,6 @@ def test_an_error_in_a_call_of_vllm_is_a_miss_and_is_said_once(
         assert getattr(tier, method)(*arguments) == answer
     assert caplog.text.count("caught ") == (method not in ("has_pending_work", "touch"))
     assert [(one.job_id, one.success) for one in tier._ended] == [(3, False)] * 2 * ("submit" in method)
-
-
-class Parent:
-    """vLLM's host memory: it has the chunks that end behind ``gone`` tokens."""
-
-    def __init__(self, gone: int = 0) -> None:
-        self.gone, self.lookups, self.saved = gone, 0, 0
-
-    def lookup(self, chunk: Any, context: Any) -> LookupResult:
-        self.lookups += 1
-        end = context.get_offload_key_position(chunk)
-        return LookupResult.HIT if end > self.gone else LookupResult.MISS
-
-    def create_store_job(self, chunks: list[Any], context: Any) -> Any:
-        self.saved += 1
-        return SimpleNamespace(keys=chunks)
-
-    def on_new_request(self, context: Any) -> None:
-        pass
-
-    on_request_finished = on_new_request
-
-
-def lacking(prompts: int, blocks: int) -> Any:
-    """A tier with saves whose prefixes it lacks."""
-    tier: Any = object.__new__(UndercroftTier)
-    tier._chunks, tier._again, tier._begin_save = chunks([full()]), itertools.count(), None
-    tier._submit = lambda *_: None
-    hashes = [number.to_bytes(32, "big") for number in range(blocks)]
-    prompt = SimpleNamespace(request=SimpleNamespace(request_id="r", block_hashes=hashes))
-    places = {tier._chunks.at(0, number) for number in range(blocks - 4, blocks)}
-    lacks = {0: frozenset(range(blocks - 4))}
-    tier._lacking = deque([(prompt, places, lacks)] * prompts)
-    return tier
-
-
-def test_one_step_makes_up_for_the_prefixes_of_one_long_prompt_only() -> None:
-    tier, parent = lacking(5, 2000), Parent()
-    steps = 0
-    while tier._lacking:
-        before = parent.lookups
-        tier.serve_external_requests(parent)
-        assert parent.lookups - before <= 2001
-        steps += 1
-    assert (steps, parent.saved) == (5, 5)
-    tier, parent = lacking(60, 100), Parent()
-    tier.serve_external_requests(parent)
-    assert parent.saved == 11, "short prompts share a step"
-
-
-def test_a_prefix_that_vllm_has_not_either_costs_one_lookup() -> None:
-    tier, parent = lacking(60, 2000), Parent(gone=HASH)
-    tier.serve_external_requests(parent)
-    assert (parent.lookups, parent.saved, len(tier._lacking)) == (60, 0, 0)
 
 
 def connector(**tier: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import connector_engine
+import cpu_tier_spec
 from connector_engine import LONG, OTHER, TOKENS, References
 from hybrid_engine import BEST, MODELS, Model
 from real_engine import prompt
@@ -101,6 +102,30 @@ def test_a_hit_ends_in_what_vllm_has_loaded_for_another_prompt(
             settled(second)
         assert stats(second)["load_failures"] == 0
         second.close()
+
+
+def test_states_are_saved_that_vllm_copies_before_their_prefixes(
+    engine: Make, qwen3_next: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies from the device end in vLLM's order, one in a step."""
+
+    def one_at_a_time(worker: Any) -> list[Any]:
+        done, worker._done = worker._done[:1], worker._done[1:]
+        return done
+
+    monkeypatch.setattr(cpu_tier_spec.CpuTierWorker, "get_finished", one_at_a_time)
+    model = Model("qwen3_next", qwen3_next, *MODELS["qwen3_next"])
+    options = extra_config(tmp_path / "cache", cpu_bytes_to_use=256 << 20)
+    settings = {"dtype": model.dtype, "blocks": 96, **OFFLOADING}
+    prompts = [model.ids(2, extra=9), model.ids(3, seed=1), model.ids(1, extra=9) + prompt(model.block, seed=2)]
+    first = engine(model.directory, options, **settings)
+    first.generate_all(prompts, 4)
+    settled(first)
+    first.close()
+    second = engine(model.directory, options, **settings)
+    again = second.generate_all(prompts, 4)
+    assert [one.cached for one in again] == [blocks * model.block for blocks in (2, 3, 2)]
+    settled(second)
 
 
 def test_a_chunk_of_several_blocks(engine: Make, llama: Path, reference: References, tmp_path: Path) -> None:

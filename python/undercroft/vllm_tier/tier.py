@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 _AGAIN_CHUNKS = 1024
 """Most chunks that one step looks up for such saves, beside those of the last one: a step serves one long prompt."""
-_LACKING_MAX = 64
-"""Most saves that wait for the next step to be tried again with their prefixes."""
+_LACKING_MAX = 256
+"""Most saves that wait to be tried again with their prefixes."""
 _SAVE_S = 5.0
 """Longest time for which vLLM's host memory keeps chunks for a save that finds no room in undercroft's."""
 _BEYOND = 1 << 62
@@ -449,43 +449,54 @@ class UndercroftTier(SecondaryTierManager):
     def serve_external_requests(self, parent: ParentManager) -> None:
         """Save chunks again that lacked their prefixes, with the prefixes, as far as vLLM's host memory has them.
 
-        vLLM itself hands over a chunk only once, but the tier may have lost it, or have found no memory for it.
+        vLLM itself hands over a chunk only once, but the tier may have lost it, or have found no memory for it. And it
+        copies a prompt's states from the device before the chunks that lie before them.
         """
         if not self._lacking:
             return
-        looked = 0
+        looked, arriving = 0, []
         while self._lacking and looked < _AGAIN_CHUNKS:
-            prompt, places, lacks = self._lacking.popleft()
+            again = self._lacking.popleft()
+            prompt, places, lacks = again
             missing = {self._chunks.at(group, number) for group, numbers in lacks.items() for number in numbers}
             context = ReqContext(req_id=f"{prompt.request.request_id} again {next(self._again)}")
             parent.on_new_request(context)
             try:
-                # The first of them is the likeliest to be gone.
-                first = {min(missing, key=lambda place: place.end)} if missing else set()
-                if self._keys(prompt, first, context, parent) is None:
-                    continue
-                looked += len(missing | places)
-                keys = self._keys(prompt, missing | places, context, parent)
-                if keys is not None:
+                # The first of them is the likeliest to be gone, and the last one to arrive last.
+                ends = {pick(missing, key=lambda place: place.end) for pick in (min, max) if missing}
+                found, keys = self._keys(prompt, ends, context, parent)
+                looked += len(ends)
+                if found is LookupResult.HIT:
+                    looked += len(missing | places)
+                    found, keys = self._keys(prompt, missing | places, context, parent)
+                if found is LookupResult.HIT:
                     self._submit(parent.create_store_job(keys, context), prompt, self._begin_save)
+                elif found is LookupResult.HIT_PENDING:
+                    arriving.append(again)
             finally:
                 parent.on_request_finished(context)
+        self._lacking.extendleft(reversed(arriving))
 
     def _keys(
         self, prompt: Prompt, places: set[Place], context: ReqContext, parent: ParentManager
-    ) -> list[OffloadKey] | None:
-        """The keys of blocks, whose ends are noted in the context. None if the prompt has no hash of one, or vLLM's
-        host memory has not all."""
-        keys = []
+    ) -> tuple[LookupResult, list[OffloadKey]]:
+        """The keys of blocks, whose ends are noted in the context, if vLLM's host memory has all (a hit).
+
+        A pending hit: some of them are being copied there. A miss: it lacks some, or the prompt has no hash of one.
+        """
+        found, keys = LookupResult.HIT, []
         for place in sorted(places, key=lambda place: place.end):
             key = self._chunks.key(place, prompt.request.block_hashes)
             if key is None:
-                return None
+                return LookupResult.MISS, []
             keys.append(OffloadKey(key))
             context.set_offload_key_position(keys[-1], place.end)
-            if parent.lookup(keys[-1], context) is not LookupResult.HIT:
-                return None
-        return keys
+            answer = parent.lookup(keys[-1], context)
+            if answer is LookupResult.HIT_PENDING:
+                found = answer
+            elif answer is not LookupResult.HIT:
+                return LookupResult.MISS, []
+        return found, keys
 
     @fail_open(nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
