@@ -169,9 +169,12 @@ def host_tier(offloading_connector: Any) -> Any:
     return primary if is_known else None
 
 
-def free_chunks(host: Any) -> int:
-    """Chunks for which a `host_tier` has room now, or could make some."""
-    return int(host._get_num_free_chunks()) + int(host._num_evictable_cache_chunks)
+def free_chunks(host: Any, kept: int) -> int:
+    """Chunks for which a `host_tier` has room now, or could make some, but for ``kept`` chunks that must stay.
+
+    Some of these may be in use, so that vLLM does not count them among those that it can evict.
+    """
+    return int(host._get_num_free_chunks()) + max(0, int(host._num_evictable_cache_chunks) - kept)
 
 
 def provisional_tokens(kv_cache_manager: KVCacheManager) -> int:

@@ -188,3 +188,24 @@ def test_a_hit_does_not_depend_on_what_vllms_host_memory_has(specs: list[Any]) -
         assert hit == boundary
         assert vllm.loads(hit) <= host
         assert steps <= 3
+
+
+@pytest.mark.parametrize(
+    ("free", "evictable", "landed", "room"),
+    [
+        (36, 92, 92, 36),
+        (36, 52, 92, 36),  # a prompt's chunks are being copied to the device
+        (36, 0, 92, 36),
+        (36, 100, 92, 44),
+        (0, 40, 40, 0),
+        (0, 12, 40, 0),
+    ],
+)
+def test_chunks_that_have_landed_and_are_in_use_take_room_once(
+    free: int, evictable: int, landed: int, room: int
+) -> None:
+    prompts = tier_with(chunks([full()]), TOKENS)._prompts
+    prompts.host = SimpleNamespace(_get_num_free_chunks=lambda: free, _num_evictable_cache_chunks=evictable)
+    prompts.landed = landed
+    assert prompts.finds_room(room)
+    assert not prompts.finds_room(room + 1)

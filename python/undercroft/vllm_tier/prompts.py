@@ -268,7 +268,7 @@ class Prompts:
 
     def finds_room(self, chunks: int) -> bool:
         """Whether vLLM's host memory has room for chunks without those that wait for their prompts."""
-        return self.host is None or compat.free_chunks(self.host) - self.landed >= chunks
+        return self.host is None or compat.free_chunks(self.host, self.landed) >= chunks
 
     @staticmethod
     def may_wait(prompt: Prompt) -> bool:
