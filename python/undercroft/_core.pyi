@@ -340,6 +340,12 @@ class Session:
         Returns whether it is answered. The next `lookup` returns the answer.
         """
 
+    def ended_waits(self) -> list[str]:
+        """The requests whose `lookup` was pending and would now be answered otherwise; each is named once.
+
+        All other lookups that were pending still are.
+        """
+
     def rest(self, request_id: str) -> tuple[str, int | None] | None:
         """The reason why the last answer of a request has no more tokens: a name of `undercroft.reasons.REASONS`, and
         the seconds since the missing block was evicted or lost. None before the first answer."""

@@ -67,6 +67,7 @@ class FakeSession:
         self.reserved: dict[tuple[int, bytes], int] = {}  # payload -> save job
         self.lookups: dict[str, list[bytes]] = {}
         self.failed: set[str] = set()
+        self.waits: dict[str, tuple] = {}  # pending lookups
         self.reasons: dict[str, tuple[str, int | None]] = {}
         self.loads: dict[int, str] = {}
         self.saves: dict[int, list[tuple[tuple[int, bytes], int]]] = {}
@@ -105,6 +106,12 @@ class FakeSession:
             self.promote()
         return self.delivers
 
+    def ended_waits(self):
+        ended = [name for name, question in self.waits.items() if not self._answer(name, *question).pending]
+        for name in ended:
+            del self.waits[name]
+        return ended
+
     def _payload(self, group, hashes, index):
         step = self.groups[group].block_tokens // self.hash_block_size
         return (group, hashes[(index + 1) * step - 1])
@@ -126,7 +133,10 @@ class FakeSession:
 
     def lookup(self, request_id, hashes, num_computed_tokens=0, max_tokens=None, wait_ms=None, min_tokens=0, *plan):
         self.calls.append(("lookup", request_id, num_computed_tokens, max_tokens))
-        answer = self._answer(request_id, hashes, num_computed_tokens, max_tokens, wait_ms, min_tokens)
+        question = hashes, num_computed_tokens, max_tokens, wait_ms, min_tokens
+        answer = self._answer(request_id, *question)
+        if answer.pending:
+            self.waits[request_id] = question
         return SimpleNamespace(pending=True, tokens=0, shared_tokens=0) if answer.pending else answer
 
     def _answer(self, request_id, hashes, num_computed_tokens, max_tokens, wait_ms, min_tokens):
@@ -236,10 +246,12 @@ class FakeSession:
 
     def end_lookup(self, request_id):
         self.calls.append(("end_lookup", request_id))
+        self.waits.pop(request_id, None)
         self.lookups.pop(request_id, None)
 
     def finish_request(self, request_id):
         self.calls.append(("finish_request", request_id))
+        self.waits.pop(request_id, None)
         self.lookups.pop(request_id, None)
 
     def reset(self, timeout_s=10.0):

@@ -279,17 +279,20 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         # Errors are caught here: vLLM asks for each waiting request in each step, and a wrapper would double the cost.
         answer: tuple[int | None, bool] = 0, False
         unread_tokens = 0
+        scheduler = self._scheduler
         try:
+            if scheduler is not None and scheduler.lookups.waiting.contains(request, num_computed_tokens):
+                return None, False
             if self._hints.holds_back(request):
                 return None, False
-            if self._scheduler is not None:
-                answer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+            if scheduler is not None:
+                answer = scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
                 if answer[0] == 0:
-                    unread_tokens = self._scheduler.unread_tokens(request)
+                    unread_tokens = scheduler.unread_tokens(request)
             if self._explanations is not None:
                 self._explanations.asked(request, num_computed_tokens)
-                if (spans := self._explanations.spans) is not None and self._scheduler is not None:
-                    spans.asked(request.request_id, is_reading=self._scheduler.is_reading(request))
+                if (spans := self._explanations.spans) is not None and scheduler is not None:
+                    spans.asked(request.request_id, is_reading=scheduler.is_reading(request))
             if self._recorder is not None and answer[0] is not None:
                 self._recorder.looked_up(request.request_id, num_computed_tokens + answer[0])
         except Exception as error:

@@ -16,6 +16,7 @@ pub mod log;
 pub mod namespace;
 pub mod pages;
 pub mod panics;
+pub mod pending;
 pub mod prefetch;
 pub mod remote;
 pub mod session;

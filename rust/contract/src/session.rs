@@ -526,6 +526,11 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     /// Returns whether the lookup is no longer pending.
     fn wait(&self, request: &str, timeout: Duration) -> bool;
 
+    /// The requests whose last demanded lookup was answered [`Lookup::Pending`] and would now be answered otherwise, as far
+    /// as the session knows. Each is named once. All other lookups are still pending: a caller with many of them need not
+    /// repeat each one.
+    fn ended_waits(&self) -> Vec<Box<str>>;
+
     /// Why the last answer of a request's lookup has no more tokens; `None` before the first answer.
     fn rest(&self, request: &str) -> Option<Rest>;
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use undercroft_contract::error::RegisterError;
 use undercroft_contract::explain::{Reason, Rest};
 use undercroft_contract::hint::{HintAnswer, HintRefusal, HintRequest};
+use undercroft_contract::pending::PendingLookups;
 use undercroft_contract::session::{
     BlockEvents, GiveUp, Load, Lookup, LookupRequest, Priority, Save, SaveEnd, SaveGrant,
     SaveRequest, Session, SessionSpec, SessionToken, Step, Tokens, TransferEnd, TransferId,
@@ -59,6 +60,7 @@ pub struct EmbeddedSession<A: EngineAccess = Driver> {
     id: SessionId,
     token: SessionToken,
     namespace: String,
+    waits: PendingLookups,
 }
 
 impl<A: EngineAccess> EmbeddedSession<A> {
@@ -75,6 +77,7 @@ impl<A: EngineAccess> EmbeddedSession<A> {
             id,
             token: SessionToken::default(),
             namespace,
+            waits: PendingLookups::default(),
         })
     }
 
@@ -128,12 +131,28 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
             }
             answered => answered.flatten(),
         };
-        answer.unwrap_or(Lookup::NOTHING)
+        let answer = answer.unwrap_or(Lookup::NOTHING);
+        self.waits.answered(request, answer);
+        answer
     }
 
     fn wait(&self, request: &str, timeout: Duration) -> bool {
         self.engine
             .wait_until(timeout, |engine| !engine.is_promoting(self.id, request))
+    }
+
+    fn ended_waits(&self) -> Vec<Box<str>> {
+        self.waits.take_ended(|part| {
+            let pending = self.engine.read(|engine| {
+                let still = |&(name, computed): &(&str, Tokens)| {
+                    let answer = engine.still_pending(self.id, name, computed, Priority::Demand);
+                    answer.is_some()
+                };
+                part.iter().map(still).collect()
+            });
+            self.engine.give_way();
+            pending
+        })
     }
 
     fn rest(&self, request: &str) -> Option<Rest> {
@@ -143,6 +162,7 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     }
 
     fn end_lookup(&self, request: &str) {
+        self.waits.forget(request);
         self.engine
             .enter(|engine| engine.end_lookup(self.id, request));
     }
@@ -206,6 +226,7 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
     }
 
     fn finish_request(&self, request: &str) {
+        self.waits.forget(request);
         self.engine
             .enter(|engine| engine.finish_request(self.id, request));
     }

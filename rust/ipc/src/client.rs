@@ -16,6 +16,7 @@ use undercroft_contract::explain::Rest;
 use undercroft_contract::hint::{HintAnswer, HintRefusal, HintRequest};
 use undercroft_contract::namespace::NamespaceSpec;
 use undercroft_contract::panics::contained;
+use undercroft_contract::pending::PendingLookups;
 use undercroft_contract::session::{
     BlockEvents, GiveUp, Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, Step,
     Tokens, TransferId,
@@ -117,6 +118,7 @@ impl ClientShared {
 pub struct Client {
     shared: Arc<ClientShared>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    waits: PendingLookups,
 }
 
 impl Client {
@@ -140,6 +142,7 @@ impl Client {
         Ok(Self {
             shared,
             thread: Mutex::new(Some(thread)),
+            waits: PendingLookups::default(),
         })
     }
 
@@ -216,14 +219,26 @@ impl Session for Client {
             };
             polled = self.shared.with(look_again).unwrap_or(Polled::NOTHING);
         }
-        match polled {
+        let answer = match polled {
             Polled::Answer(answer) => answer,
             Polled::Soon { shared } => Lookup::Pending { shared },
-        }
+        };
+        self.waits.answered(request, answer);
+        answer
     }
 
     fn wait(&self, request: &str, timeout: Duration) -> bool {
         self.wait_until(Instant::now() + timeout, |state| state.is_answered(request))
+    }
+
+    fn ended_waits(&self) -> Vec<Box<str>> {
+        let now = Instant::now();
+        self.waits.take_ended(|part| {
+            self.shared.with(|state| {
+                let still = |&(name, _): &(&str, _)| state.still_pending(name, now);
+                part.iter().map(still).collect()
+            })
+        })
     }
 
     fn rest(&self, request: &str) -> Option<Rest> {
@@ -231,6 +246,7 @@ impl Session for Client {
     }
 
     fn end_lookup(&self, request: &str) {
+        self.waits.forget(request);
         self.shared.with(|state| state.end_lookup(request));
     }
 
@@ -261,6 +277,7 @@ impl Session for Client {
     }
 
     fn finish_request(&self, request: &str) {
+        self.waits.forget(request);
         self.shared.with(|state| state.finish_request(request));
     }
 

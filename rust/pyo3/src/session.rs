@@ -98,6 +98,12 @@ impl PySession {
         py.detach(|| self.session.wait(request_id, timeout(timeout_s, 3600.0)))
     }
 
+    /// The requests whose lookup was pending and is not any more, each named once.
+    fn ended_waits(&self) -> Vec<String> {
+        let ended = self.session.ended_waits().into_iter();
+        ended.map(String::from).collect()
+    }
+
     /// The reason why a request's last answer has no more tokens, and the seconds since the missing block's eviction.
     fn rest(&self, request_id: &str) -> Option<(&'static str, Option<u32>)> {
         let rest = self.session.rest(request_id)?;

@@ -1,5 +1,6 @@
 //! Clients: they use the engine like a scheduler, in any order that a scheduler may use.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use undercroft_contract::explain::{ExplainQuery, Reason};
@@ -46,6 +47,7 @@ impl World {
             loads: Vec::new(),
             saves: Vec::new(),
             router: RouterIndex::default(),
+            waits: HashMap::new(),
         });
         self.settle(self.sessions.len() - 1)
     }
@@ -237,6 +239,9 @@ impl World {
             0
         };
         let of = &mut self.sessions[session];
+        for ended in of.session.ended_waits() {
+            of.waits.remove(&*ended);
+        }
         let id = of.id;
         let state = &mut of.requests[request];
         let is_new = state.asked_ns.is_none();
@@ -268,6 +273,13 @@ impl World {
             }
         }
         self.note(|| format!("lookup {name} local {local} most {most}: {answer:?}"));
+        let waits = &mut self.sessions[session].waits;
+        let has_waited = waits.remove(&name) == Some(local);
+        if answer.is_pending() {
+            waits.insert(name.clone(), local);
+        } else if has_waited {
+            return Err(format!("the end of the wait of {name} was not told"));
+        }
         let state = &mut self.sessions[session].requests[request];
         // The tiers do not have the length of a chain in the remote store.
         if answer.is_pending() && answer.shared() < state.min && !awaits_objects {
@@ -432,6 +444,7 @@ impl World {
     pub(crate) fn discard(&mut self, session: usize, request: usize) {
         let state = &mut self.sessions[session];
         let request = state.requests.swap_remove(request);
+        state.waits.remove(&request.name);
         if self.random.chance(300) {
             state.session.end_lookup(&request.name);
         }

@@ -1,6 +1,6 @@
 //! The participants of a life: clients with their requests and pins, the copies of their workers, routers, and an operator.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use undercroft_contract::key::{BlockHash, NamespaceDigest};
 use undercroft_contract::session::{
@@ -57,6 +57,8 @@ pub(crate) struct SimClient {
     pub(crate) saves: Vec<ClientSave>,
     /// A router's index, by its events.
     pub(crate) router: RouterIndex,
+    /// The lookups that are pending as far as the session has told, each with its computed tokens.
+    pub(crate) waits: HashMap<String, u32>,
 }
 
 /// A block and its slot.

@@ -9,6 +9,7 @@ from undercroft import compat, request_params, vllm_patches
 from undercroft.connector.scheduler.blocking import BlockingWaits
 from undercroft.connector.scheduler.prompt_tokens import PromptTokens
 from undercroft.connector.scheduler.tails import Tails, tail_name
+from undercroft.connector.scheduler.waiting_lookups import WaitingLookups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,26 +54,26 @@ class Lookups:
         self._single_flight = single_flight
         self._counts = counts
         self._needed_tokens = needed_tokens
-        self._reads_early = config.early_prefetch
+        self._config = config
         self._least = max(1, config.min_load_tokens or 0)
-        self._may_read = bool(config.disk_path or config.server)
         self._device_tokens: Callable[[Request], int] = lambda request: 0
         self.has_siblings = False
         """Whether other connectors may bring the tokens that a request needs."""
+        self.waiting = WaitingLookups(session, steps)
         self.blocking = BlockingWaits(session, request_params.of_request(None, config).timeout_s)
         self.tails = Tails(session, groups, shareable)
         self.prompt_tokens = PromptTokens(session, groups, counts)
 
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's prefix cache."""
-        if self._may_read:
+        if self._config.disk_path or self._config.server:
             # A prefetch reads no blocks from disk that the device holds. Without a disk nothing needs their number.
             self._device_tokens = lambda request: compat.device_hit_tokens(manager, request)
 
     def begin(self, state: RequestState) -> None:
         """A request has arrived: start its lookup, and the reads from disk, before the scheduler asks about it."""
         request, question = state.request, state.question
-        if not self._reads_early or request.resumable or request.skip_reading_prefix_cache:
+        if not self._config.early_prefetch or request.resumable or request.skip_reading_prefix_cache:
             return
         if request_params.is_brought(request.kv_transfer_params):
             return
@@ -97,6 +98,7 @@ class Lookups:
     def answer(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerConnector.get_num_new_matched_tokens`."""
         request, question = state.request, state.question
+        self.waiting.end(request.request_id)
         found, question.found = question.found, None
         if state.lookup_failed or request.skip_reading_prefix_cache:
             return 0, False
@@ -144,6 +146,8 @@ class Lookups:
         if state.lookup_failed or limit <= local_tokens or state.is_read_below(asked):
             return False
         question.min_tokens = self._min_tokens(state.request)
+        # This lookup may get the answer for which the request waits.
+        self.waiting.end(state.request.request_id)
         answer = self._look_up(state, asked, limit)
         if not answer.pending and answer.tokens - local_tokens < self._least:
             return False
@@ -160,6 +164,8 @@ class Lookups:
         answer = self._look_up(state, num_computed_tokens, limit) if known is None else known
         if answer.pending:
             if not lookup.blocking:
+                assert question.asked_at is not None
+                self.waiting.begin(request, num_computed_tokens, question.asked_at + LOOKUP_DEADLINE_S)
                 return None
             answer = self._wait(state, num_computed_tokens, limit)
             if answer.pending:
@@ -224,10 +230,15 @@ class Lookups:
             question.load_wait_since = now
         return now - question.load_wait_since < LOAD_WAIT_S
 
+    def end(self, request_id: str) -> None:
+        """The lookup of a request is not needed any more. Idempotent."""
+        self.waiting.end(request_id)
+        self._session.end_lookup(request_id)
+
     def _give_up(self, state: RequestState) -> int:
         state.lookup_failed = state.question.timed_out = True
         self._counts.add("lookups_timed_out")
-        self._session.end_lookup(state.request.request_id)
+        self.end(state.request.request_id)
         self.tails.drop(state)
         return 0
 

@@ -144,7 +144,7 @@ class SchedulerConnector:
         if num_external_tokens == 0:
             # vLLM loads nothing from undercroft, or the load has ended: the lookup and its lease are not needed.
             if request_id not in self._loading:
-                self._session.end_lookup(request_id)
+                self.lookups.end(request_id)
                 if known is not None:
                     self.lookups.tails.drop(known)
             return
@@ -195,7 +195,7 @@ class SchedulerConnector:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> UndercroftMetadata:
         """The workers' copies in this step: loads that begin, and saves of blocks that the step fills."""
-        self.lookups.blocking.pass_ends = None
+        self.lookups.blocking.pass_ends, self.lookups.waiting.known = None, {}
         try:
             scheduled = scheduler_output.num_scheduled_tokens
             self.steps.scheduled(scheduled)
@@ -237,6 +237,7 @@ class SchedulerConnector:
             self.steps.gone(state)
         # If the request was aborted during its load, vLLM frees the load's blocks and caches none of them.
         self._single_flight.end(request_id)
+        self.lookups.waiting.end(request_id)
         self.lookups.prompt_tokens.gone(request_id)
         try:
             if state is not None:

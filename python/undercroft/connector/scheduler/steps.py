@@ -77,14 +77,8 @@ class Steps:
     def queued(self, state: Prompt) -> int:
         """Prompt tokens of earlier requests that are not computed yet. Reports the steps so far, since a question to
         the planner follows."""
-        if self._last_decodes and not self._running:
-            self._unreported.append((0, 0, 0, 0.0))
-            self._last_decodes = 0
-        # This runs for each waiting request in each step, so it makes no needless call.
-        if self._unreported:
-            self._report()
-        queued = state.queued_behind - self._done
-        return queued if queued > 0 else 0
+        self.report()
+        return max(0, state.queued_behind - self._done)
 
     # Times
 
@@ -119,6 +113,14 @@ class Steps:
         self._unreported.append((tokens, positions, decodes, now - began_at))
         self._last_decodes = decodes
         if tokens or len(self._unreported) == _UNREPORTED:
+            self._report()
+
+    def report(self) -> None:
+        """Report the steps so far."""
+        if self._last_decodes and not self._running:
+            self._unreported.append((0, 0, 0, 0.0))
+            self._last_decodes = 0
+        if self._unreported:
             self._report()
 
     def _report(self) -> None:

@@ -72,6 +72,18 @@ impl ClientState {
         on_its_way(question.priority, false, shared)
     }
 
+    /// Whether a demanded lookup that was pending would be answered so again, and would have nothing to send.
+    pub(crate) fn still_pending(&self, name: &str, now: Instant) -> bool {
+        let request = self.open.is_some().then(|| self.requests.get(name));
+        request
+            .flatten()
+            .is_some_and(|request| match request.stage {
+                Stage::Idle | Stage::Answered(..) => false,
+                Stage::Sent => request.waited && !request.is_retry && !self.is_late(now),
+                Stage::Pending => request.demanded && !self.is_later(now, PENDING_DEADLINE),
+            })
+    }
+
     /// The short wait for the reply to a request's lookup has ended: the request does not wait again.
     pub(crate) fn waited(&mut self, name: &str) {
         if let Some(request) = self.requests.get_mut(name) {

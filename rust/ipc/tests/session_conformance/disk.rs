@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use undercroft_contract::session::{
-    Lookup, LookupRequest, PromotionWait, SessionSpec, Sources, Step,
+    Lookup, LookupRequest, PromotionWait, Session, SessionSpec, Sources, Step,
 };
 use undercroft_driver::EngineAccess;
 
@@ -114,6 +114,68 @@ pub(crate) fn a_wait_ends_with_the_time_that_the_request_may_wait(of: Implementa
         "nobody tells that the time is over"
     );
     assert_eq!(answer(&*session, &question), miss(8));
+    rig.device.release();
+}
+
+/// Looks a prompt up until its lookup waits for the disk, here and on a server.
+fn pend(rig: &SessionRig, session: &dyn Session, question: &LookupRequest<'_>) {
+    assert!(session.lookup(question).is_pending());
+    rig.sync(session);
+    assert!(session.lookup(question).is_pending());
+}
+
+pub(crate) fn waits_that_end_are_told_once_and_others_go_on(of: Implementation) {
+    let dir = saved(of, &[8, 8]);
+    let rig = SessionRig::with_disk(of, dir.path());
+    let session = rig.open(full());
+    let (first, second) = (hashes(1, 8), hashes(2, 8));
+    rig.device.hang();
+    let limited = LookupRequest::new("limited", &first).wait(Some(wait_ms(200)));
+    let patient = LookupRequest::new("patient", &second);
+    assert!(session.lookup(&patient.prefetch()).is_pending());
+    assert_eq!(session.ended_waits(), [], "nobody waits for a prefetch");
+    pend(&rig, &*session, &patient);
+    pend(&rig, &*session, &limited);
+    let mut ended = Vec::new();
+    until("the time of one request is over", || {
+        ended.extend(session.ended_waits());
+        !ended.is_empty()
+    });
+    assert_eq!(ended, ["limited".into()]);
+    assert!(session.lookup(&patient).is_pending());
+    assert_eq!(answer(&*session, &limited), miss(8));
+    assert_eq!(session.ended_waits(), []);
+    rig.device.release();
+    until("the other one's reads have ended", || {
+        ended.extend(session.ended_waits());
+        ended.len() > 1
+    });
+    assert_eq!(ended[1..], ["patient".into()]);
+    assert_eq!(session.lookup(&patient), hit(8, 8));
+    assert_eq!(session.ended_waits(), []);
+}
+
+pub(crate) fn lookups_that_a_caller_has_ended_are_no_waits(of: Implementation) {
+    let dir = saved(of, &[8]);
+    let rig = SessionRig::with_disk(of, dir.path());
+    let session = rig.open(full());
+    let prompt = hashes(1, 8);
+    rig.device.hang();
+    for name in ["ended", "finished", "waits"] {
+        pend(&rig, &*session, &LookupRequest::new(name, &prompt));
+    }
+    session.end_lookup("ended");
+    session.finish_request("finished");
+    assert_eq!(session.ended_waits(), []);
+    let broken: Option<()> = rig.driver.enter(|_| panic!("the test breaks the engine"));
+    assert_eq!(broken, None);
+    // A client is told by its server, or by its connection's end.
+    let mut ended = Vec::new();
+    until("the engine is broken", || {
+        ended.extend(session.ended_waits());
+        !ended.is_empty()
+    });
+    assert_eq!(ended, ["waits".into()]);
     rig.device.release();
 }
 

@@ -80,6 +80,8 @@ conformance_of_all! {
         a_wait_ends_when_the_device_hangs,
         a_wait_ends_with_the_time_that_the_request_may_wait,
         a_promotion_that_takes_longer_than_its_wait_is_a_miss,
+        waits_that_end_are_told_once_and_others_go_on,
+        lookups_that_a_caller_has_ended_are_no_waits,
         a_planned_wait_takes_a_part_of_the_time_of_the_steps_that_were_reported,
         nothing_is_read_for_a_hit_that_is_too_short_to_be_of_use,
         a_leased_prefetch_keeps_its_bytes_from_promotions_that_are_demanded,

@@ -83,7 +83,11 @@ def _fill(engine: Engine, prompts: list[list[int]]) -> None:
 
 def _crowd(engine: Engine, config: UndercroftConfig, prompts: list[list[int]]) -> list[float]:
     """Nanoseconds of the steps in which all requests but the first wait. Closes the engine."""
-    connector = _connector(engine, config)
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    connector, idle = _connector(engine, config), SchedulerOutput.make_empty()
+    scheduler = connector._scheduler
+    assert scheduler is not None
     try:
         first, *waiting = (_request(f"cmpl-{index:032x}-0-8864979c", prompt) for index, prompt in enumerate(prompts))
         connector.on_new_request(first)
@@ -99,6 +103,7 @@ def _crowd(engine: Engine, config: UndercroftConfig, prompts: list[list[int]]) -
             for request in waiting:
                 connector.get_num_new_matched_tokens(request, 0)
             steps.append(float(time.perf_counter_ns() - start))
+            scheduler.build_connector_meta(idle)
         if any(connector.get_num_new_matched_tokens(request, 0)[0] is not None for request in waiting):
             raise CommandError("some requests did not wait: this machine is too slow for so many")
     finally:
@@ -120,6 +125,7 @@ def _connector(engine: Engine, config: UndercroftConfig) -> UndercroftConnector:
     connector = UndercroftConnector.__new__(UndercroftConnector)
     connector._engine, connector._worker, connector._recorder = engine, None, None
     connector._explanations, connector._shadow, connector._engine_stats = None, None, None
+    connector._spans = None
     connector._announcement = Announcement(config, "bench")
     connector._counts, connector._log_once = Counts(), LogOnce()
     connector._threshold, connector._is_child = HitThreshold(config.cache_hit_threshold), False
