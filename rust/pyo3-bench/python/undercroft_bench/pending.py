@@ -90,11 +90,11 @@ def _crowd(engine: Engine, config: UndercroftConfig, prompts: list[list[int]]) -
     assert scheduler is not None
     try:
         first, *waiting = (_request(f"cmpl-{index:032x}-0-8864979c", prompt) for index, prompt in enumerate(prompts))
-        connector.on_new_request(first)
+        scheduler.on_new_request(first)
         while connector.get_num_new_matched_tokens(first, 0)[0] is None:
             pass
         for request in waiting:
-            connector.on_new_request(request)
+            scheduler.on_new_request(request)
         steps: list[float] = []
         end = time.perf_counter() + CROWD_S
         # The first step is not counted.
@@ -125,7 +125,6 @@ def _connector(engine: Engine, config: UndercroftConfig) -> UndercroftConnector:
     connector = UndercroftConnector.__new__(UndercroftConnector)
     connector._engine, connector._worker, connector._recorder = engine, None, None
     connector._explanations, connector._shadow, connector._engine_stats = None, None, None
-    connector._spans = None
     connector._announcement = Announcement(config, "bench")
     connector._counts, connector._log_once = Counts(), LogOnce()
     connector._threshold, connector._is_child = HitThreshold(config.cache_hit_threshold), False
