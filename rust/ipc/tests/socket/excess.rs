@@ -58,8 +58,18 @@ fn lookup_of(request: u64, version: u32, hashes: HashRun<'_>) -> ClientMessage<'
 }
 
 /// The server's status.
+/// The server's status, made after this call: a server answers with an earlier one for a while.
 fn status(socket: &std::path::Path) -> serde_json::Value {
-    serde_json::from_str(&server_status(socket, PATIENCE).unwrap()).unwrap()
+    let ask = || -> serde_json::Value {
+        serde_json::from_str(&server_status(socket, PATIENCE).unwrap()).unwrap()
+    };
+    let earlier = ask();
+    let mut last = earlier.clone();
+    until("the server makes its status anew", || {
+        last = ask();
+        last["uptime_s"] != earlier["uptime_s"]
+    });
+    last
 }
 
 fn has_answer(raw: &Raw) -> bool {
