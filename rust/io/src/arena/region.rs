@@ -93,14 +93,11 @@ pub struct OutOfBounds {
 /// A shared mapping. Unmapped on drop; the memory itself stays until the last process unmaps it.
 ///
 /// ```
-/// use undercroft_io::arena::{ARENA_ALIGN, Arena};
-///
-/// let arena = Arena::create(2 * ARENA_ALIGN)?;
+/// # use undercroft_io::arena::Arena;
+/// let arena = Arena::create(8192)?;
 /// arena.write(4096, b"payload")?;
 /// // A worker maps the same memory by the descriptor that the engine's socket hands out.
-/// let worker = Arena::from_fd(arena.fd().try_clone_to_owned()?, arena.size())?;
-/// assert_eq!(worker.read(4096, 7)?, b"payload");
-/// assert!(worker.read(2 * ARENA_ALIGN, 1).is_err());
+/// assert_eq!(Arena::from_fd(arena.fd().try_clone_to_owned()?, 8192)?.read(4096, 7)?, b"payload");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
@@ -123,8 +120,8 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// A new arena of `size` bytes: a memfd, on reserved huge pages if enough of them are free, else
-    /// on plain pages with a request for transparent huge pages. Sealed against resizing.
+    /// A new arena of `size` bytes: a memfd, on reserved huge pages if enough of them are free, else on plain pages with
+    /// a request for transparent huge pages. Sealed against resizing.
     pub fn create(size: u64) -> Result<Self, ArenaError> {
         Self::create_within(size, memory::available())
     }
@@ -262,8 +259,7 @@ impl Arena {
         }
     }
 
-    /// Pointer to the range, valid for `len` bytes while the arena lives. Using it is bound by the
-    /// aliasing rule of this module.
+    /// Pointer to the range, valid for `len` bytes while the arena lives. The aliasing rule of this module binds it.
     pub fn pointer(&self, offset: u64, len: u64) -> Result<*mut u8, OutOfBounds> {
         self.check(offset, len)?;
         // SAFETY: the offset lies inside the mapping, or is its end for an empty range.
@@ -401,8 +397,7 @@ impl Arena {
 }
 
 impl Arena {
-    /// Makes the kernel take pages that are not populated yet from `nodes` in turn, whichever process touches
-    /// them first: the policy belongs to the file.
+    /// Makes the kernel take pages that are not populated yet from `nodes` in turn, since the policy is the file's.
     pub(super) fn interleave(&self, nodes: &[u32]) -> std::io::Result<()> {
         let mask = numa::mask(nodes);
         // SAFETY: the range is this mapping, the mask lives beyond the call, and no byte changes.

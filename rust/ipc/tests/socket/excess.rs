@@ -10,9 +10,9 @@ use undercroft_driver::EngineAccess;
 use undercroft_ipc::protocol::{
     ClientMessage, HashRun, LookupAnswer, LookupMessage, OFFERS_MAX, SaveMessage, ServerMessage,
 };
-use undercroft_ipc::{AttachError, attach, server_status};
+use undercroft_ipc::{AttachError, attach};
 
-use crate::raw::{Raw, joined, run};
+use crate::raw::{Raw, joined, run, status};
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, spec, until};
 
 /// Slots of a rig's arena.
@@ -58,20 +58,6 @@ fn lookup_of(request: u64, version: u32, hashes: HashRun<'_>) -> ClientMessage<'
 }
 
 /// The server's status.
-/// The server's status, made after this call: a server answers with an earlier one for a while.
-fn status(socket: &std::path::Path) -> serde_json::Value {
-    let ask = || -> serde_json::Value {
-        serde_json::from_str(&server_status(socket, PATIENCE).unwrap()).unwrap()
-    };
-    let earlier = ask();
-    let mut last = earlier.clone();
-    until("the server makes its status anew", || {
-        last = ask();
-        last["uptime_s"] != earlier["uptime_s"]
-    });
-    last
-}
-
 fn has_answer(raw: &Raw) -> bool {
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
     recv(&raw.stream, &mut [0; 1][..], flags).is_ok()

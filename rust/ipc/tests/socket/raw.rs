@@ -8,8 +8,9 @@ use undercroft_contract::key::BlockHash;
 use undercroft_contract::session::{ArenaOffset, Priority, SessionToken, Tokens};
 use undercroft_ipc::frame;
 use undercroft_ipc::protocol::{ClientMessage, HashRun, LookupMessage, SaveMessage, ServerMessage};
+use undercroft_ipc::server_status;
 
-use crate::rig::{PATIENCE, TOKENS, spec};
+use crate::rig::{PATIENCE, TOKENS, spec, until};
 
 pub(crate) struct Raw {
     pub(crate) stream: UnixStream,
@@ -188,4 +189,17 @@ pub(crate) fn run(bytes: &[u8]) -> HashRun<'_> {
         hash_bytes: 32,
         bytes,
     }
+}
+
+/// The server's status, made after this call: a server answers with an earlier one for a while.
+pub(crate) fn status(socket: &Path) -> serde_json::Value {
+    let ask = || server_status(socket, PATIENCE).unwrap();
+    let made =
+        |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap()["uptime_s"].clone();
+    let (first, mut last) = (made(&ask()), String::new());
+    until("the server makes its status anew", || {
+        last = ask();
+        made(&last) != first
+    });
+    serde_json::from_str(&last).unwrap()
 }
