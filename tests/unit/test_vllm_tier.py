@@ -436,7 +436,7 @@ def test_an_error_in_a_call_of_vllm_is_a_miss_and_is_said_once(
     job = SimpleNamespace(job_id=3, req_context=request, is_promotion=True)
     arguments = [b"k", request] if given == 2 else [job if "submit" in method else request][:given]
     if method == "serve_external_requests":
-        tier._lacking.append((SimpleNamespace(request=None), set(), {0: frozenset([0])}))
+        tier._lacking.append(SimpleNamespace(prompt=SimpleNamespace(request=None)))
     for _ in range(2):
         assert getattr(tier, method)(*arguments) == answer
     assert caplog.text.count("caught ") == (method not in ("has_pending_work", "touch"))

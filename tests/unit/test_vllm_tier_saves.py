@@ -47,7 +47,9 @@ def lacking(prompts: int, blocks: int) -> Any:
     request = SimpleNamespace(request_id="r", block_hashes=hashes)
     places = {tier._chunks.at(0, number) for number in range(blocks - 4, blocks)}
     lacks = {0: frozenset(range(blocks - 4))}
-    tier._lacking = deque((SimpleNamespace(request=request), places, lacks) for _ in range(prompts))
+    tier._lacking = deque()
+    for _ in range(prompts):
+        tier._save_again(SimpleNamespace(request=request), places, lacks)
     return tier
 
 
@@ -62,7 +64,7 @@ def test_one_step_makes_up_for_the_prefixes_of_one_long_prompt_only() -> None:
     assert (steps, parent.saved) == (5, 5)
     tier, parent = lacking(60, 100), Parent()
     tier.serve_external_requests(parent)
-    assert parent.saved == 11, "short prompts share a step"
+    assert parent.saved == 10, "short prompts share a step"
 
 
 def test_a_prefix_that_vllm_has_not_either_costs_one_lookup() -> None:
@@ -72,19 +74,29 @@ def test_a_prefix_that_vllm_has_not_either_costs_one_lookup() -> None:
 
 
 @pytest.mark.parametrize("arrived", [0, 40 * HASH])
-def test_a_save_waits_for_a_prefix_that_vllm_is_copying(arrived: int) -> None:
+def test_a_save_waits_for_a_prefix_that_vllm_is_copying(arrived: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM copies the states of a prompt from the device before the chunks that lie before them."""
     tier, parent = lacking(60, 100), Parent(arrived=arrived)
-    order = [id(prompt) for prompt, _, _ in tier._lacking]
-    for _ in range(3):
-        before = parent.lookups
-        tier.serve_external_requests(parent)
-        assert (parent.saved, parent.lookups - before) == (0, 120), "the first chunk and the last one are looked up"
-        assert [id(prompt) for prompt, _, _ in tier._lacking] == order
+    order = [id(again) for again in tier._lacking]
+    with monkeypatch.context() as walks:
+        walks.setattr(type(tier._chunks), "at", lambda *_: pytest.fail("a step goes through a prompt that waits"))
+        for _ in range(3):
+            before = parent.lookups
+            tier.serve_external_requests(parent)
+            assert (parent.saved, parent.lookups - before) == (0, 120), "the first chunk and the last one are looked up"
+            assert [id(again) for again in tier._lacking] == order
     parent.arrived = 100 * HASH
     while tier._lacking:
         tier.serve_external_requests(parent)
     assert parent.saved == 60
+
+
+def test_a_step_looks_at_some_of_many_saves_that_wait_the_oldest_first() -> None:
+    tier, parent = lacking(256, 2000), Parent(arrived=0)
+    oldest = tier._lacking[0]
+    tier.serve_external_requests(parent)
+    assert (parent.lookups, len(tier._lacking)) == (256, 256)
+    assert tier._lacking[0] is oldest
 
 
 def test_a_save_ends_if_its_prefix_does_not_arrive() -> None:

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 _AGAIN_CHUNKS = 1024
 """Most chunks that one step looks up for such saves, beside those of the last one: a step serves one long prompt."""
+_AGAIN_LEAST = 8
+"""Lookups of chunks that cost as much as a save that goes on waiting."""
 _LACKING_MAX = 256
 """Most saves that wait to be tried again with their prefixes."""
 _SAVE_S = 5.0
@@ -70,6 +72,18 @@ class _Begun(NamedTuple):
     prompt: Prompt
     places: dict[OffloadKey, Place]
     """The chunks that are blocks of the engine."""
+
+
+class _Lacking(NamedTuple):
+    """A save that lacked its prefix."""
+
+    prompt: Prompt
+    places: set[Place]
+    """Its own blocks."""
+    lacks: dict[int, frozenset[int]]
+    """Numbers of the missing blocks, by engine group."""
+    ends: set[Place]
+    """The first missing block, which is the likeliest to be gone, and the last one, which arrives last."""
 
 
 class UndercroftTier(SecondaryTierManager):
@@ -98,7 +112,7 @@ class UndercroftTier(SecondaryTierManager):
         self._jobs: dict[int, _Begun] = {}
         """By identity of the cache's job."""
         self._ended: list[JobResult] = []
-        self._lacking: deque[tuple[Prompt, set[Place], dict[int, frozenset[int]]]] = deque(maxlen=_LACKING_MAX)
+        self._lacking: deque[_Lacking] = deque(maxlen=_LACKING_MAX)
         """Saves that lacked blocks of their prefixes: the prompt, the chunks of the save, and the missing blocks."""
         self._again = itertools.count()
         self._hears_of_resets = False
@@ -420,9 +434,15 @@ class UndercroftTier(SecondaryTierManager):
         if ended.is_load and self._prompts is not None:
             self._prompts.has_loaded(prompt, len(good), whole=whole)
         elif ended.lacks and job.req_context.req_id == prompt.request.request_id:
-            self._lacking.append((prompt, set(places.values()), ended.lacks))
+            self._save_again(prompt, set(places.values()), ended.lacks)
         partly = tuple(good) if ended.is_load and good and not whole else None
         return JobResult(job.job_id, whole, partly, ended.seconds, ended.copied_bytes)
+
+    def _save_again(self, prompt: Prompt, places: set[Place], lacks: dict[int, frozenset[int]]) -> None:
+        # Noted once: each step until the chunks arrive looks these two up, however long the prompt is.
+        ends = [self._chunks.at(group, pick(numbers)) for group, numbers in lacks.items() for pick in (min, max)]
+        extremes = {pick(ends, key=lambda place: place.end) for pick in (min, max)}
+        self._lacking.append(_Lacking(prompt, places, lacks, extremes))
 
     def has_pending_work(self) -> bool:
         """Whether vLLM must go on stepping, so that jobs end."""
@@ -457,18 +477,17 @@ class UndercroftTier(SecondaryTierManager):
         looked, arriving = 0, []
         while self._lacking and looked < _AGAIN_CHUNKS:
             again = self._lacking.popleft()
-            prompt, places, lacks = again
-            missing = {self._chunks.at(group, number) for group, numbers in lacks.items() for number in numbers}
+            prompt = again.prompt
             context = ReqContext(req_id=f"{prompt.request.request_id} again {next(self._again)}")
             parent.on_new_request(context)
             try:
-                # The first of them is the likeliest to be gone, and the last one to arrive last.
-                ends = {pick(missing, key=lambda place: place.end) for pick in (min, max) if missing}
-                found, keys = self._keys(prompt, ends, context, parent)
-                looked += len(ends)
+                found, keys = self._keys(prompt, again.ends, context, parent)
+                looked += _AGAIN_LEAST
                 if found is LookupResult.HIT:
-                    looked += len(missing | places)
-                    found, keys = self._keys(prompt, missing | places, context, parent)
+                    lacks = again.lacks.items()
+                    all_of_it = again.places | {self._chunks.at(group, one) for group, some in lacks for one in some}
+                    looked += len(all_of_it)
+                    found, keys = self._keys(prompt, all_of_it, context, parent)
                 if found is LookupResult.HIT:
                     self._submit(parent.create_store_job(keys, context), prompt, self._begin_save)
                 elif found is LookupResult.HIT_PENDING:
