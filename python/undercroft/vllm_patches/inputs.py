@@ -68,6 +68,7 @@ def mark_media() -> None:
         signature = inspect.signature(original)
 
         def process_multimodal(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # vLLM hashes the images within this call, and an image with an identifier sets the flag again.
             _rendering.has_image_id = False
             prompt = original(self, *args, **kwargs)
             if Frontend.active:

@@ -80,6 +80,7 @@ def _show(connector: Any, tier: Any) -> None:
 
     def wrap_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         def reset_cache(*args: Any, **kwargs: Any) -> Any:
+            # Both are reset, whatever the other one answers.
             answer = original(*args, **kwargs)
             try:
                 return tier.is_reset() and answer

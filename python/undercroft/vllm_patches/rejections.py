@@ -27,6 +27,7 @@ def wrap_update_from_output(
     """
 
     def update_from_output(scheduler: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        # The search through the connector's children would cost each step.
         try:
             take = scheduler.__dict__[_TAKE]
         except KeyError:

@@ -51,6 +51,7 @@ def end_copies_before_sleep(ours_in: _OursIn) -> None:
 
     def wrap_wake_up(original: Callable[..., Any]) -> Callable[..., Any]:
         def wake_up(self: Any, tags: list[str] | None = None, **kwargs: Any) -> Any:
+            # Afterwards, because the memory of the KV cache is mapped only then.
             woken = original(self, tags, **kwargs)
             if tags is None or "kv_cache" in tags:
                 tell("restore_kv_caches")

@@ -152,6 +152,7 @@ impl ReplayEngine {
             operations: Started::default(),
             requests: 0,
             now_ns: 0,
+            // A slow disk takes longer than a step to write a block: shorter steps would find nothing to do.
             step_ns: STEP_NS.max(block_ns.unwrap_or(0)),
             metadata: Vec::new(),
             remote: remote.map(|(store, _)| store),

@@ -252,6 +252,8 @@ impl<I: FaultHook> Uring<I> {
             match self.fault_hook.on_call(&call).issued(call.len) {
                 Ok(_) if operation.is_erasure() => {
                     lane.entries += 1;
+                    // The numbers below that of a sync stand for the ways to erase, which are tried one after the
+                    // other.
                     let mode = ERASE_MODES[usize::from(SYNC - number)];
                     let range = (operation.file_offset, operation.len);
                     self.ring.push_erasure(file, range, mode, user_data);
@@ -264,6 +266,7 @@ impl<I: FaultHook> Uring<I> {
             }
             return;
         };
+        // The kernel may have transferred a part, so the rest is asked for.
         let done = piece.start + piece.progress.done();
         let at = operation.file_offset + u64::from(done);
         let call = operation.call(at, piece.progress.remaining());

@@ -114,6 +114,7 @@ pub fn attach(path: &Path, session: SessionToken) -> Result<Attachment, AttachEr
     connection
         .set_write_timeout(Some(ANSWER_TIMEOUT))
         .map_err(os("setting a timeout"))?;
+    // Whoever owns the arena can change the KV in it at any time.
     let found = peer_uid(&connection).map_err(os("asking for the peer"))?;
     let own = rustix::process::geteuid().as_raw();
     if found != own {

@@ -83,6 +83,7 @@ pub fn contents(objects: &dyn Objects) -> Result<StoreContents> {
         space.newest_s = space.newest_s.min(age);
         true
     })?;
+    // Not while listing: the namespaces with objects are known only at its end, and the others' texts are not wanted.
     for namespace in described {
         if let Some(space) = spaces.get_mut(&namespace) {
             let mut receiver = Receiver::bytes(DESCRIPTION_MAX);

@@ -134,12 +134,15 @@ impl RedisStore {
             let found: Vec<i64> = found.into_iter().map(value).collect::<Result<_>>()?;
             for (key, of_key) in keys.iter().zip(found.chunks(2)) {
                 let path = key.strip_prefix(&self.prefix).unwrap_or(key);
+                // The server keeps no time of the last use, but each write and renewal gives the key its whole
+                // lifetime.
                 let left = Duration::from_secs(u64::try_from(of_key[1]).unwrap_or(0));
                 let entry = ListedObject {
                     path: path.trim_start_matches('/').to_owned(),
                     bytes: u64::try_from(of_key[0]).unwrap_or(0),
                     modified: SystemTime::now() + left - self.ttl,
                 };
+                // -2: the key has expired since it was listed.
                 if of_key[1] != -2 && !each(entry) {
                     return Ok(false);
                 }

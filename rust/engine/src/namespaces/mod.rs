@@ -487,6 +487,7 @@ impl Namespaces {
         while at < self.entry_writes.len() {
             let write = &self.entry_writes[at];
             let disk = &residency.disks()[write.device.index()];
+            // Devices carry writes out in any order, so two writes of one entry are never under way together.
             let same = |other: &EntryWrite| write.is_same_entry(other);
             let waits = self.in_flight.iter().any(same)
                 || self.entry_writes.iter().take(at).any(same)

@@ -71,6 +71,7 @@ impl Remote {
         let in_flight = self.get_window.in_flight();
         let last = last.and_then(|id| self.operations.get_mut(id));
         if let Some(Operation::Get(get)) = last.map(|of| &mut of.operation) {
+            // All bytes in flight arrive before the last get ends, so its time tells the store's rate.
             get.among = Some(in_flight);
         }
         let looked_at = self.order.iter().take(FLIGHTS_MAX);
@@ -121,6 +122,7 @@ impl Remote {
         let object = self.flights[id].objects.next;
         let piece = self.flights[id].piece(object);
         let bytes = self.next_bytes(id, parts.residency);
+        // Memory that ended flights hold for requests that do not ask now goes first, before this flight is cut off.
         if self.held + bytes > self.held_max {
             self.release_idle(id, parts);
         }

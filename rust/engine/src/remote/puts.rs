@@ -223,6 +223,7 @@ impl Remote {
             .map(|&(node, group)| parts.residency.host_checksum(node, group))
             .collect();
         let Some(checksums) = sums else {
+            // The header goes first and has all checksums, so the put is tried again when they are computed.
             sum_missing(&payloads, parts);
             return Err(Hold::Wait);
         };
@@ -263,6 +264,7 @@ impl Remote {
             key,
             header: header.encode(),
             parts: of_request,
+            // A broken object is replaced, because each get would fetch it again, and refuse it again.
             if_absent: !self.broken.contains(object, parts.now_ns),
         })
     }

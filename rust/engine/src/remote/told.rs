@@ -192,7 +192,7 @@ impl Told {
         rest.next().map_or(u64::MAX, |(&number, _)| number)
     }
 
-    /// The events that a complete feed of a namespace has told.
+    /// The blocks of a namespace that a router knows once it has taken all events, as these events.
     #[cfg(feature = "check")]
     pub(super) fn all(&self, ns: NsId, namespaces: &Namespaces) -> Vec<BlockEvent> {
         let digest = digest_of(ns, namespaces);

@@ -321,6 +321,7 @@ impl Remote {
             return None;
         }
         let above = Self::tiers_reach(found, (local, ends.align, limit), parts);
+        // A boundary below the hit that the request asks for at least would be fetched in vain.
         let least = request.min.0.div_ceil(tokens).saturating_sub(1);
         let above = above.max(local).max(least);
         if above >= limit {

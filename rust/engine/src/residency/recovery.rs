@@ -144,6 +144,7 @@ impl Residency {
             None => NONE,
             Some(hash) => match adoption.last.filter(|last| last.is(ns, hash)) {
                 Some(last) => last.node,
+                // A chain's first block has no parent, so the record contradicts itself.
                 None if above == 0 => return None,
                 None => {
                     let tag = self.forest.tag(ns, hash);
@@ -164,6 +165,7 @@ impl Residency {
             node: id,
         });
         let mut node = self.forest.node_mut(id);
+        // Each group of a block has a record of its own, and the latest use counts.
         if record.last >= node.touch().last {
             node.set_touch(Touch {
                 last: record.last,

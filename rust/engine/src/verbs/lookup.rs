@@ -166,6 +166,7 @@ impl Engine {
         let (state, share) = (&mut self.sessions.requests[id], &mut self.shares[id]);
         self.promotions
             .promote_to_demand(id, share, &mut self.planner.rates);
+        // The limit of the wait counts from the first demand: a prefetch before it held nobody up.
         if share.waits.since_ns.is_none() {
             share.waits.since_ns = Some(self.now_ns);
             state.planned.queued = request.queued.0;
@@ -190,6 +191,7 @@ impl Engine {
         if gain > 0 && !late {
             return None;
         }
+        // Both look at the promotion, which is gone after its end.
         let is_stalled = late && self.is_stalled(promotion);
         let stop = match late {
             true => self.promotion_stop(state, share),
@@ -309,6 +311,7 @@ impl Engine {
                             Some(unread) => cursor.unread = unread,
                         }
                     }
+                    // Nothing is read from the disk, so the hit is what the arena has, and ends here or above.
                     cursor.host_only = true;
                     cursor.set(end, &self.residency);
                     top = end;

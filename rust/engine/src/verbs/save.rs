@@ -277,6 +277,7 @@ impl Engine {
             return SaveProgress::More(extents);
         }
         let is_empty = save.payloads.is_empty();
+        // The client has nothing to copy, and reports no end of the transfer.
         if is_empty {
             self.sessions.end_transfer(key, false);
         }

@@ -260,6 +260,7 @@ pub fn open(
     let of_way = way::check(path)?;
     files::make(path)?;
     files::check_owner(path)?;
+    // The first look changes nothing, so a wrong option leaves what is there as it was.
     plan(path, files::find(path, options.encrypted)?, options)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o700))
         .map_err(failed(path, "make it private"))?;
@@ -405,6 +406,7 @@ fn plan(
                 files::aside(path, version).display(),
                 Bytes(files::bytes_of(path)),
             ));
+            // The files stay, so their space is not free.
             KeptFiles::default()
         }
     };

@@ -31,6 +31,7 @@ fn check_for(path: &Path, uid: u32) -> Result<Vec<String>, StoreError> {
     let mut left = names(&std::path::absolute(path).unwrap_or_else(|_| path.to_owned()));
     while let Some(name) = left.pop_front() {
         if name == ".." {
+            // The links before it are followed by now, so `..` is the directory that the kernel would take.
             at.pop();
             continue;
         }
@@ -62,6 +63,7 @@ fn check_for(path: &Path, uid: u32) -> Result<Vec<String>, StoreError> {
         let Ok(target) = fs::read_link(&next) else {
             break;
         };
+        // The kernel refuses such a path when it is opened.
         if links > LINKS_MAX {
             break;
         }

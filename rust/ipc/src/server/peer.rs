@@ -185,6 +185,7 @@ impl Peer {
             return Err(End::Malformed);
         }
         let bytes = received.bytes;
+        // A peer that leaves in the middle of a frame has broken the protocol.
         if bytes == 0 {
             return Err(if self.inbox.is_empty() {
                 End::Closed

@@ -308,10 +308,12 @@ impl ServedSession {
             let part = driver.read(|engine| engine.step_hit_extents(left, HIT_STEP));
             match part.flatten() {
                 Some(part) => job.hit.parts.push(part),
+                // The request has ended or has another hit, so the blocks of this one are leased no more.
                 None => is_lost = true,
             }
         }
         if !is_lost && !job.hit.left.is_done() {
+            // At the front, because a client's messages are answered in their order.
             self.jobs.push_front(Job::Hit(job));
             return;
         }

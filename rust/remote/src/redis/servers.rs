@@ -169,6 +169,7 @@ impl Servers {
                 return Ok(answer);
             };
             let is_asking = match error.kind() {
+                // This key alone has moved so far: its new server answers only after ASKING, and the map stays valid.
                 Some(ServerErrorKind::Ask) => true,
                 Some(ServerErrorKind::Moved) => {
                     self.lock().is_stale = true;
