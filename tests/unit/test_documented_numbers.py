@@ -69,6 +69,36 @@ def option(name: str) -> str:
     return str(default)
 
 
+def recorded(heading: str, column: int) -> dict[str, list[float]]:
+    """The numbers of a column of the first table below a heading of the lab records, by the first cells."""
+    section = (ROOT / "benches/RESULTS.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")[1]
+    [_, _, *rows] = re.findall(r"(?m)(?:^\|.*\n)+", section)[0].splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {
+        row[0]: [float(one.replace(",", "")) for one in re.findall(r"\d[\d,]*(?:\.\d+)?", row[column])] for row in cells
+    }
+
+
+def answers() -> str:
+    """Answers of real engines that were compared with vLLM's; none differed."""
+    found = recorded("Real engines under random requests, for an hour", 2).values()
+    assert all(different == 0 for _, different in found)
+    return f"{sum(compared for compared, _ in found):,.0f}"
+
+
+def killed(column: int) -> float:
+    """The sum of a column of the kills' second table."""
+    section = (ROOT / "benches/RESULTS.md").read_text(encoding="utf-8").split("\n## Processes killed under load")[1]
+    rows = re.findall(r"(?m)(?:^\|.*\n)+", section)[1].splitlines()[2:]
+    return sum(float(row.strip("|").split("|")[column].replace(",", "")) for row in rows)
+
+
+def first_token(place: int) -> str:
+    """Milliseconds to the first token of 2,048 tokens: computed, from host memory, from disk."""
+    found = recorded("Time to the first token, computed and loaded", 1)["2048"][place]
+    return f"{float(f'{found:.2g}'):g}"
+
+
 # The sentence, with braces for its number, and where the number comes from.
 NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("docs/internals/disk.md", "one part in {} is for records", lambda: constant("META_SHARE")),
@@ -127,6 +157,13 @@ NUMBERS: list[tuple[str, str, Callable[[], object]]] = [
     ("benches/RESULTS.md", "over one | at least {}", lambda: speed.BOTH),
     ("benches/RESULTS.md", "by loads of whole blocks | at most {} %", lambda: f"{interference.SLOWDOWN_PERCENT:g}"),
     ("benches/RESULTS.md", "of memory that is not | at most {} ms", lambda: f"{interference.STALL_MS:g}"),
+    ("README.md", "None of {} answers of real engines", answers),
+    ("docs/results.md", "none of {} answers of real engines", answers),
+    ("docs/results.md", "none of {} million blocks", lambda: f"{killed(2) / 1e6:.1f}"),
+    ("docs/results.md", "compared after {} kills and stops", lambda: f"{killed(1):,.0f}"),
+    ("docs/results.md", "a tiny model: {} ms from disk", lambda: first_token(2)),
+    ("docs/results.md", "ms from disk, {} ms from host memory", lambda: first_token(1)),
+    ("docs/results.md", "ms from host memory, {} ms computed", lambda: first_token(0)),
     ("benches/RESULTS.md", "time for a step of {} jobs", lambda: speed.JOBS),
     ("benches/RESULTS.md", "jobs | at most {} us", lambda: f"{speed.SUBMIT_US:g}"),
 ]
