@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from undercroft.identity.releases import FORMAT, RELEASES, Schemes
 
+_NUMBER = re.compile(r"\[\d+\]")
+"""A place in a list, which differences do not show."""
 _SHOWN_MAX = 60
 """Most characters of a value that a difference shows."""
 _FILES_MAX = 3
@@ -87,10 +90,11 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any], files_of: FilesOf 
     """
     left, right = _flat(theirs), _flat(ours)
     texts = []
-    for name in sorted(left.keys() | right.keys()):
-        one, other = left.get(name), right.get(name)
+    for path in sorted(left.keys() | right.keys()):
+        one, other = left.get(path), right.get(path)
         if one == other:
             continue
+        name = _NUMBER.sub("", path)
         if name in ("model.weights", "draft.model.weights"):
             files = files_of(str(one), str(other))
             texts.append(f"{name} differs ({_few(files)})" if files else f"{name} differs")
@@ -98,7 +102,8 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any], files_of: FilesOf 
             texts.append(f"{name} differs")
         else:
             texts.append(f"{name} {_short(one)}, here {_short(other)}")
-    return texts
+    # Groups often differ in the same way.
+    return list(dict.fromkeys(texts))
 
 
 def why_not_reused(ours: str, held: Iterable[str], files_of: FilesOf = _unknown) -> str | None:
@@ -133,12 +138,14 @@ def _of_model(description: dict[str, Any], name: str) -> Any:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
+    """The values in objects and in lists of objects or lists, by their paths: `a.b`, or `a[1].b` in a list."""
+    if isinstance(value, dict):
+        parts = {f"{name}.{key}" if name else key: inner for key, inner in value.items()}
+    elif isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
+        parts = {f"{name}[{index}]": inner for index, inner in enumerate(value)}
+    else:
         return {name: value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found.update(_flat(inner, f"{name}.{key}" if name else key))
-    return found
+    return {path: end for part, inner in parts.items() for path, end in _flat(inner, part).items()}
 
 
 def _short(value: Any) -> str:

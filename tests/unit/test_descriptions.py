@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
-from fake_config import attention, kv_cache_config, vllm_config
+import pytest
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+from fake_config import attention, kv_cache_config, sliding, vllm_config
 from undercroft.descriptions import differences, found_now, parsed, summary, why_not_reused
 from undercroft.identity.namespace import Naming, describe
 
@@ -41,13 +44,36 @@ def test_nearest_identity_of_the_same_model_is_named() -> None:
     assert why_not_reused(ours, []) is None
 
 
+def with_blocks(*sizes: int, unit: int) -> str:
+    """The description of a model with full attention and perhaps windows, whose blocks have so many tokens."""
+    specs = [kind(block_size=tokens) for kind, tokens in zip((attention, sliding, sliding), sizes, strict=False)]
+    config = kv_cache_config(specs, hash_block_size=unit, cache_hit_alignment_tokens=unit)
+    return describe(vllm_config(), config, Naming(model_id="m"))
+
+
 def test_another_block_size_is_named() -> None:
-    texts = []
-    for tokens in (16, 32):
-        sizes = {"hash_block_size": tokens, "cache_hit_alignment_tokens": tokens}
-        config = kv_cache_config([attention(block_size=tokens)], **sizes)
-        texts.append(describe(vllm_config(), config, Naming(model_id="m")))
-    assert "hash.block_tokens 16, here 32" in str(why_not_reused(texts[1], texts[:1]))
+    reason = why_not_reused(with_blocks(32, unit=32), [with_blocks(16, unit=16)])
+    assert reason == (
+        "groups.specs.block_size 16, here 32; groups.specs.page_bytes 8192, here 16384; hash.block_tokens 16, here 32"
+    )
+
+
+def test_other_blocks_with_the_same_hashes_are_named_once_for_all_groups() -> None:
+    reason = why_not_reused(with_blocks(16, 64, 64, unit=16), [with_blocks(16, 32, 32, unit=16)])
+    assert reason == "groups.specs.block_size 32, here 64; groups.specs.page_bytes 16384, here 32768"
+
+
+@pytest.mark.parametrize("unit", [16, 32])
+def test_vllm_has_no_hash_finer_than_the_blocks_of_a_single_group(unit: int) -> None:
+    """Where it had one, vLLMs with blocks of other sizes could share payloads: docs/internals/decisions.md."""
+    config = vllm_config()
+    config.cache_config.block_size, config.cache_config.prefix_match_unit = 32, unit
+    one = kv_cache_config([attention(block_size=32)])
+    if unit == 32:
+        assert resolve_kv_cache_block_sizes(one, config) == (32, 32)
+    else:
+        with pytest.raises(ValueError, match="with a single KV cache group"):
+            resolve_kv_cache_block_sizes(one, config)
 
 
 def test_files_that_differ_are_named_as_far_as_they_are_known() -> None:
