@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import ParallelConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -184,6 +185,18 @@ def test_layers_and_groups_matter():
 
 def test_number_of_device_blocks_does_not_matter():
     assert describe(vllm_config(), kv_cache_config(num_blocks=16)) == describe(vllm_config(), kv_cache_config())
+
+
+@pytest.mark.parametrize(
+    "change", [{"data_parallel_size": 4, "data_parallel_rank": 3}, {"enable_expert_parallel": True}]
+)
+def test_data_and_expert_parallel_ranks_share(change):
+    texts = []
+    for fields in ({}, change):
+        config = vllm_config()
+        config.parallel_config = ParallelConfig(**fields)
+        texts.append(describe(config, kv_cache_config()))
+    assert texts[0] == texts[1]
 
 
 def test_salt_matters():
