@@ -125,7 +125,7 @@ def test_every_number_of_ranks_saves_and_loads_the_same_payload(
         assert model.holds(BLOCK, content), ranks
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+@pytest.mark.parametrize("layout", SUPPORTED_LAYOUTS)
 @pytest.mark.parametrize(("heads", "ranks"), [(8, 1), (8, 2), (8, 8), (2, 8)])
 def test_pages_are_those_of_vllms_own_canonical_layout(layout: str, heads: int, ranks: int) -> None:
     own, shards = max(1, heads // ranks), min(heads, ranks)
