@@ -367,15 +367,16 @@ class UndercroftConfig:
         place: str = EXTRA_CONFIG,
         allowed: Collection[str] | None = None,
         refused: Mapping[str, str] | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> UndercroftConfig:
         """Read all options; ``environ`` defaults to the process environment. Raises ConfigError.
 
         ``flags``: texts, or lists of texts, from a command's flags, which win over the other two; ``extra_config`` wins
         over the environment. ``place``: the origin of ``extra_config`` in messages. ``allowed``: the options that have
         an effect here (default: all). ``refused``: for some of the others the reason, for people; these are refused in
-        the environment, too.
+        the environment, too. ``defaults``: those that differ here.
         """
-        flags, refused = flags or {}, refused or {}
+        flags, refused, defaults = flags or {}, refused or {}, defaults or {}
         environ = os.environ if environ is None else environ
         known = [option.name for option in OPTIONS if allowed is None or option.name in allowed]
         _refuse(extra_config, environ, place, known, refused)
@@ -401,7 +402,7 @@ class UndercroftConfig:
                 continue
             found = _given(option, flags, extra_config, environ, place)
             if found is None:
-                values[option.name] = option.parse(option.default)
+                values[option.name] = option.parse(defaults.get(option.name, option.default))
                 continue
             value, is_text, where = found
             given.add(option.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from serve_process import ServeProcess
+from served_client import until
 from undercroft.embed import Blocks, Cache, Group, Job, chain
 from undercroft.errors import ConfigError
 
@@ -42,6 +45,26 @@ class Pool:
 
 def keys(seed: int, count: int) -> list[bytes]:
     return chain(bytes([seed, number % 256]) for number in range(count))
+
+
+@contextlib.contextmanager
+def on_a_server(server: ServeProcess, **options: Any) -> Iterator[Cache]:
+    found = {"server": f"unix://{server.socket}", **options}
+    with Cache.open(found, {"test": 1}, [Group((SIZE,))], TOKENS) as cache:
+        yield cache
+
+
+@contextlib.contextmanager
+def a_reply_due(server: ServeProcess, cache: Cache) -> Iterator[None]:
+    """For a while the server replies to nothing, and an earlier question waits for its reply already."""
+    server.process.send_signal(signal.SIGSTOP)
+    assert cache.exists(keys(2, 1), timeout_s=0.02) == 0
+    end = threading.Timer(0.2, server.process.send_signal, [signal.SIGCONT])
+    end.start()
+    try:
+        yield
+    finally:
+        end.join()
 
 
 @contextlib.contextmanager
@@ -76,6 +99,30 @@ def test_saved_blocks_come_back_and_survive_a_restart(tmp_path: Path) -> None:
         assert part.complete
         assert (pool.rows[40:48] == wanted[12:]).all()
         assert cache.stats()["disk_reads"] == 20
+
+
+def test_calls_that_may_wait_wait_for_a_server_that_replies_late(tmp_path: Path) -> None:
+    found = keys(1, 8)
+    with ServeProcess(tmp_path / "s") as server, on_a_server(server) as cache:
+        pool = Pool(cache)
+        pool.rows[:8] = content(1, 8)
+        until("the server is connected", lambda: cache.save(found, [pool.blocks(0, 1)]).complete)
+        with a_reply_due(server, cache):
+            assert cache.save(found, [pool.blocks(0, 8)]).complete
+        with a_reply_due(server, cache):
+            assert cache.exists(found, timeout_s=5) == 8 * TOKENS
+        with a_reply_due(server, cache):
+            assert cache.load(found, [pool.blocks(0, 8, row=8)]).complete
+        assert np.array_equal(pool.rows[8:16], content(1, 8))
+
+
+def test_a_program_may_choose_misses_before_late_replies(tmp_path: Path) -> None:
+    found = keys(1, 8)
+    with ServeProcess(tmp_path / "s") as server, on_a_server(server, server_timeout_ms=5) as cache:
+        pool = Pool(cache)
+        until("the server is connected", lambda: cache.save(found, [pool.blocks(0, 8)]).complete)
+        with a_reply_due(server, cache):
+            assert not cache.load(found, [pool.blocks(0, 8)]).complete
 
 
 def test_other_identities_and_other_chains_are_misses(tmp_path: Path) -> None:

@@ -10,6 +10,6 @@ No call waits for a disk, except those with a ``timeout_s``. No failure of a dis
 from __future__ import annotations
 
 from undercroft.embed.blocks import Blocks, Group, Job, chain
-from undercroft.embed.cache import EMBED_OPTIONS, Cache
+from undercroft.embed.cache import EMBED_DEFAULTS, EMBED_OPTIONS, Cache
 
-__all__ = ["EMBED_OPTIONS", "Blocks", "Cache", "Group", "Job", "chain"]
+__all__ = ["EMBED_DEFAULTS", "EMBED_OPTIONS", "Blocks", "Cache", "Group", "Job", "chain"]

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 EMBED_OPTIONS = tuple(option.name for option in OPTIONS if option.scope in ("engine", "session"))
 """The options of `Cache.open`: those of `kv_connector_extra_config` that concern memory, disks, stores and servers."""
+EMBED_DEFAULTS = {"server_timeout_ms": 1000}
+"""Defaults that differ from the connector's. vLLM's scheduler prefers a miss to 5 ms without a reply. Here calls wait
+for seconds, and a server on a busy host may reply late, so that the same miss would compute what the call could load.
+"""
 _BEYOND = 1 << 30
 """More tokens than any chain has: a lookup that needs so many reads nothing."""
 _RETRY_S = 0.005
@@ -80,13 +84,14 @@ class Cache:
         """Open a cache, alone or together with other programs that have the same directories or the same server.
 
         ``options``: undercroft's options by name, `EMBED_OPTIONS`; those that are left out come from the environment.
+        Some defaults differ from the connector's: `EMBED_DEFAULTS`.
         ``identity``: everything that must be equal for bytes to be interchangeable, as JSON: the weights' digest, the
         data type, the layout, sizes. ``groups``: at most 32. ``block_tokens``: tokens of each hash of a chain.
         ``alignment_tokens``: every hit is a multiple of this (default: of a hash).
 
         Raises ConfigError for an option, a size or a group that cannot be, StoreError for a directory.
         """
-        config = UndercroftConfig.parse(options, place="the options", allowed=EMBED_OPTIONS)
+        config = UndercroftConfig.parse(options, place="the options", allowed=EMBED_OPTIONS, defaults=EMBED_DEFAULTS)
         return cls.of(open_engine(config), identity, groups, block_tokens, alignment_tokens=alignment_tokens)
 
     @classmethod

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from undercroft.config import UndercroftConfig
-from undercroft.embed import EMBED_OPTIONS
+from undercroft.embed import EMBED_DEFAULTS, EMBED_OPTIONS
 from undercroft.errors import ConfigError
 
 PLACE = "--hicache-storage-backend-extra-config"
@@ -38,4 +38,4 @@ def parse(extra_config: Mapping[str, Any] | None) -> UndercroftConfig:
             "interface, pages come without their prefixes, and undercroft could not keep them."
         )
     own = {key: value for key, value in given.items() if key not in _SGLANGS}
-    return UndercroftConfig.parse(own, place=PLACE, allowed=_ALLOWED, refused=_REFUSED)
+    return UndercroftConfig.parse(own, place=PLACE, allowed=_ALLOWED, refused=_REFUSED, defaults=EMBED_DEFAULTS)

@@ -23,8 +23,9 @@ CHAIN = keys("a", 4)
 
 
 def kept(store: UndercroftHiCache, pool: Any) -> None:
-    """Keep the pages of `CHAIN`."""
+    """Keep the pages of `CHAIN`, until they are found."""
     assert store.batch_set_v1(CHAIN, fill(pool, range(4), CHAIN), after()) == [True] * 4
+    until("the pages are found", lambda: store.batch_exists(CHAIN, after()) == 4)
 
 
 def model(folder: Path, seed: int) -> str:
@@ -37,8 +38,8 @@ def model(folder: Path, seed: int) -> str:
 
 
 def serving(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
-    """Let this process be a server with these arguments."""
-    monkeypatch.setattr(backend, "_arguments", lambda: ServerArgs(**arguments))
+    """Let this process be a server that was started with the back end and these arguments."""
+    monkeypatch.setattr(backend, "_arguments", lambda: ServerArgs(**{"hicache_storage_backend": "dynamic"} | arguments))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import json
 import random
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +18,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from host_pools import PAGE, PAGES, POOLS, after, content, fill, indices, keys, mha, opened, storage_config, wipe, wrong
 from serve_process import ServeProcess
+from served_client import until
 from undercroft.embed import Cache, Group
 from undercroft.errors import ConfigError
 from undercroft.sglang_hicache import UndercroftHiCache
@@ -328,7 +327,7 @@ def test_two_processes_share_a_directory(tmp_path: Path) -> None:
             pass
         store = opened(tmp_path, pool)
         chain = keys("prompt 2", 16)
-        until(lambda: store.batch_exists(chain, after()) == 16)
+        until("the pages are found", lambda: store.batch_exists(chain, after()) == 16)
         assert store.batch_get_v1(chain, wipe(pool, range(16)), after()) == [True] * 16
         assert wrong(pool, range(16), chain) == []
         child.stdin.close()
@@ -351,13 +350,16 @@ def test_pages_lie_on_a_server(tmp_path: Path) -> None:
     with ServeProcess(tmp_path / "s") as server:
         for _ in range(2):
             store = opened("", pool, server=f"unix://{server.socket}")
-            until(lambda store=store: all(store.batch_set_v1(chain, fill(pool, range(8), chain), after())))
+            until(
+                "the pages are kept",
+                lambda store=store: all(store.batch_set_v1(chain, fill(pool, range(8), chain), after())),
+            )
             assert store.batch_exists(chain, after()) == 8
             assert store.batch_get_v1(chain, wipe(pool, range(20, 28)), after()) == [True] * 8
             assert wrong(pool, range(20, 28), chain) == []
             store.close()
         store = opened("", pool, server=f"unix://{server.socket}")
-        until(lambda: store.batch_exists(chain, after()) == 8)
+        until("the pages are found", lambda: store.batch_exists(chain, after()) == 8)
         server.process.kill()
         server.process.wait()
         assert store.batch_get_v1(chain, wipe(pool, range(20, 28)), after()) == [False] * 8
@@ -372,7 +374,7 @@ def test_another_host_finds_pages_in_the_remote_store(tmp_path: Path) -> None:
     store = opened(tmp_path / "one", pool, **remote)
     assert store.batch_set_v1(chain, fill(pool, range(64), chain), after()) == [True] * 64
     other = opened(tmp_path / "two", pool, **remote)
-    until(lambda: other.batch_exists(chain, after()) == 64)
+    until("the other host finds the pages", lambda: other.batch_exists(chain, after()) == 64)
     assert other.batch_get_v1(chain, wipe(pool, range(64)), after()) == [True] * 64
     assert wrong(pool, range(64), chain) == []
     other.close()
@@ -387,23 +389,22 @@ def test_servers_of_two_hosts_share_pages_in_the_remote_store(tmp_path: Path) ->
         with ServeProcess(tmp_path / host, *remote) as server:
             store = opened("", pool, server=f"unix://{server.socket}")
             if host == "one":
-                until(lambda store=store: all(store.batch_set_v1(chain, fill(pool, range(64), chain), after())))
-                until(lambda: len([path for path in (tmp_path / "store").rglob("*-*") if path.is_file()]) == 8)
+                until(
+                    "the pages are kept",
+                    lambda store=store: all(store.batch_set_v1(chain, fill(pool, range(64), chain), after())),
+                )
+                # The server is killed at the end, and a file with a point before its name is not yet an object.
+                until(
+                    "the pages are in the remote store",
+                    lambda: len([path for path in (tmp_path / "store").rglob("[!.]*-*") if path.is_file()]) == 8,
+                )
             else:
                 # A server tells of its remote store with its first session. From then on, questions wait for it.
-                until(lambda store=store: store._stores["kv"]._has_remote())
-                until(lambda store=store: store.batch_exists(chain, after()) == 64)
+                until("the server tells of its remote store", lambda store=store: store._stores["kv"]._has_remote())
+                until("the pages are found", lambda store=store: store.batch_exists(chain, after()) == 64)
                 assert store.batch_get_v1(chain, wipe(pool, range(64)), after()) == [True] * 64
                 assert wrong(pool, range(64), chain) == []
             store.close()
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for something that another process does."""
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
