@@ -311,7 +311,7 @@ impl Engine {
                             Some(unread) => cursor.unread = unread,
                         }
                     }
-                    // Nothing is read from the disk, so the hit is what the arena has, and ends here or above.
+                    // Nothing is read from the disk, so the hit consists of blocks in the arena, and ends here or above.
                     cursor.host_only = true;
                     cursor.set(end, &self.residency);
                     top = end;

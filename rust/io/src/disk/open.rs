@@ -260,7 +260,7 @@ pub fn open(
     let of_way = way::check(path)?;
     files::make(path)?;
     files::check_owner(path)?;
-    // The first look changes nothing, so a wrong option leaves what is there as it was.
+    // The first look changes nothing, so a wrong option leaves the files as they were.
     plan(path, files::find(path, options.encrypted)?, options)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o700))
         .map_err(failed(path, "make it private"))?;
