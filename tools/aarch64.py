@@ -93,7 +93,12 @@ def _unpack(packages: tuple[str, ...], tree: Path) -> None:
     print(f"Unpacking {' '.join(packages)} of Debian {RELEASE} below {tree} (1.5 GB the first time)", flush=True)
     subprocess.run(["apt-get", "-qq", "update"], env=environment, check=True)
     fetch = ["apt-get", "-qq", "--yes", "--download-only", "--target-release", f"{RELEASE}-backports", "install"]
-    subprocess.run([*fetch, *packages], env=environment, check=True)
+    if subprocess.run([*fetch, *packages], env=environment).returncode != 0:
+        sys.exit(
+            "error: apt cannot fetch these packages. If it names versions of libstd-rust-dev that differ, Debian has a "
+            "new Rust for one of the two processors so far: try again in some days. "
+            f"Or run: rustup target add {TARGET}"
+        )
     # As Debian's base-files has them: packages bring files below /usr only.
     for name in ("bin", "lib", "lib64", "sbin"):
         (new / "usr" / name).mkdir(parents=True)
