@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
-from test_vllm_tier import HASH, chunks, full
-from undercroft.vllm_tier.tier import UndercroftTier
+from test_vllm_tier import HASH, chunks, full, state
+from undercroft.vllm_tier.tier import _SAVE_S, UndercroftTier
 
 
 class Parent:
@@ -38,18 +39,20 @@ class Parent:
     on_request_finished = on_new_request
 
 
-def lacking(prompts: int, blocks: int) -> Any:
-    """A tier with saves whose prefixes it lacks."""
+def lacking(prompts: int, blocks: int, group: int = 0) -> Any:
+    """A tier with saves of a group whose prefixes it lacks: of chunks, or (1) of states. Their request runs."""
     tier: Any = object.__new__(UndercroftTier)
-    tier._chunks, tier._again, tier._begin_save = chunks([full()]), itertools.count(), None
+    tier._chunks, tier._again, tier._begin_save = chunks([full(), state()]), itertools.count(), None
     tier._submit = lambda *_: None
     hashes = [number.to_bytes(32, "big") for number in range(blocks)]
     request = SimpleNamespace(request_id="r", block_hashes=hashes)
-    places = {tier._chunks.at(0, number) for number in range(blocks - 4, blocks)}
+    places = {tier._chunks.at(group, number) for number in range(blocks - 4, blocks)}
     lacks = {0: frozenset(range(blocks - 4))}
     tier._lacking = deque()
+    prompt = SimpleNamespace(request=request)
+    tier._prompts = SimpleNamespace(known={"r": prompt})
     for _ in range(prompts):
-        tier._save_again(SimpleNamespace(request=request), places, lacks)
+        tier._save_again(prompt, places, lacks)
     return tier
 
 
@@ -106,3 +109,24 @@ def test_a_save_ends_if_its_prefix_does_not_arrive() -> None:
     parent.gone = 50 * HASH
     tier.serve_external_requests(parent)
     assert (parent.saved, len(tier._lacking)) == (0, 0)
+
+
+@pytest.mark.parametrize("ends", ["arrives", "too late", "finished"])
+def test_a_state_waits_for_a_prefix_for_which_vllm_has_no_room(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM tries it again in each step, as long as the request runs."""
+    tier, parent, now = lacking(2, 100, group=1), Parent(gone=100 * HASH), [0.0]
+    tier._lacking = deque(again._replace(until=_SAVE_S) for again in tier._lacking)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for now[0] in (0.0, 0.9 * _SAVE_S):
+        before = parent.lookups
+        tier.serve_external_requests(parent)
+        assert (parent.lookups - before, parent.saved, len(tier._lacking)) == (2, 0, 2), "one lookup for each"
+    match ends:
+        case "arrives":
+            parent.gone = 0
+        case "too late":
+            now[0] = _SAVE_S
+        case _:
+            tier._prompts.known.clear()
+    tier.serve_external_requests(parent)
+    assert (parent.saved, len(tier._lacking)) == (2 * (ends == "arrives"), 0)

@@ -112,11 +112,43 @@ def test_reads_begin_behind_the_chunks_of_vllms_host_memory(
     session = Prefetches(cache.session)
     with monkeypatch.context() as patch:
         patch.setattr(cache, "session", session)
-        hits(one, reference, OTHER, 640)
+        add(one, "arrives", OTHER, TOKENS)
+        until("its chunks are read before a step", lambda: stats(one)["disk_reads"] == 5)
+        assert finish(one)["arrives"] == reference(OTHER)
+        settled(one)
         assert stats(one)["disk_reads"] == 5
         hits(one, reference, LONG, 896)
     assert session.begins == [0, 640], "vLLM's host memory has the first five chunks"
     assert stats(one)["disk_reads"] == 7
+
+
+def test_a_prompt_waits_for_a_hung_disk_for_a_quarter_of_its_computing_time(
+    engine: Make, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inject_faults(monkeypatch)
+    plain, options = References(llama, (LONG, TOKENS)), extra_config(tmp_path / "cache", promotion_wait="planned")
+    known = [prompt(897, seed=200 + number) for number in range(4)]
+    saved(engine, llama, options, LONG, *known)
+    one = engine(llama, options, **OFFLOADING)
+    for number in range(8):
+        # The planner learns how long a prompt takes to compute.
+        one.generate(prompt(897, seed=300 + number), 1)
+        settled(one)
+    assert [one.generate(ids, 1).cached for ids in known[:2]] == [896] * 2
+    settled(one)
+    assert tier_of(one)._cache.engine.limit_reads(0.0)
+    hung = one.generate(LONG, TOKENS)
+    assert (hung.cached < 896, hung.tokens) == (True, plain(LONG))
+    found = stats(one)
+    assert sum(found[f"plans_stopped_{why}"] for why in ("rest", "guarantee")) == 1
+    lookup = said(capsys, "explain", "--disk-path", str(tmp_path / "cache"))["lookups"][-1]
+    assert (lookup["asked_tokens"], lookup["hit_tokens"]) == (896, hung.cached)
+    computing_ms = 897_000 / found["plan_prefill_tokens_per_s"]
+    assert lookup["waited_ms"] < 0.25 * computing_ms + 1000, "a step may come late beside other work"
+    assert tier_of(one)._cache.engine.limit_reads(None)
+    settled(one)
+    assert one.generate(known[2], 1).cached > 0
+    settled(one)
 
 
 def test_a_hung_disk_holds_up_neither_aborts_nor_resets_nor_the_end(

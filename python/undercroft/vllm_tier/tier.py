@@ -84,6 +84,8 @@ class _Lacking(NamedTuple):
     """Numbers of the missing blocks, by engine group."""
     ends: set[Place]
     """The first missing block, which is the likeliest to be gone, and the last one, which arrives last."""
+    until: float
+    """Time until which vLLM may still copy the missing blocks from the device, as long as the request runs."""
 
 
 class UndercroftTier(SecondaryTierManager):
@@ -442,7 +444,16 @@ class UndercroftTier(SecondaryTierManager):
         # Noted once: each step until the chunks arrive looks these two up, however long the prompt is.
         ends = [self._chunks.at(group, pick(numbers)) for group, numbers in lacks.items() for pick in (min, max)]
         extremes = {pick(ends, key=lambda place: place.end) for pick in (min, max)}
-        self._lacking.append(_Lacking(prompt, places, lacks, extremes))
+        # vLLM copies a prompt's states at once, and tries its chunks again in each step until its memory has room.
+        kinds = {self._chunks.engine_groups[place.engine_group].kind for place in places}
+        until = time.monotonic() + _SAVE_S if kinds == {"state"} else 0.0
+        self._lacking.append(_Lacking(prompt, places, lacks, extremes, until))
+
+    def _may_arrive(self, again: _Lacking) -> bool:
+        """Whether vLLM may still copy blocks that its host memory lacks for a save."""
+        if self._prompts is None or time.monotonic() >= again.until:
+            return False
+        return self._prompts.known.get(again.prompt.request.request_id) is again.prompt
 
     def has_pending_work(self) -> bool:
         """Whether vLLM must go on stepping, so that jobs end."""
@@ -490,7 +501,7 @@ class UndercroftTier(SecondaryTierManager):
                     found, keys = self._keys(prompt, all_of_it, context, parent)
                 if found is LookupResult.HIT:
                     self._submit(parent.create_store_job(keys, context), prompt, self._begin_save)
-                elif found is LookupResult.HIT_PENDING:
+                elif found is LookupResult.HIT_PENDING or self._may_arrive(again):
                     arriving.append(again)
             finally:
                 parent.on_request_finished(context)
