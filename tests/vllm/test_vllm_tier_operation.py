@@ -127,14 +127,14 @@ def test_a_prompt_waits_for_a_hung_disk_for_a_quarter_of_its_computing_time(
 ) -> None:
     inject_faults(monkeypatch)
     plain, options = References(llama, (LONG, TOKENS)), extra_config(tmp_path / "cache", promotion_wait="planned")
-    known = [prompt(897, seed=200 + number) for number in range(4)]
+    known = [prompt(897, seed=200 + number) for number in range(2)]
     saved(engine, llama, options, LONG, *known)
     one = engine(llama, options, **OFFLOADING)
     for number in range(8):
         # The planner learns how long a prompt takes to compute.
         one.generate(prompt(897, seed=300 + number), 1)
         settled(one)
-    assert [one.generate(ids, 1).cached for ids in known[:2]] == [896] * 2
+    assert [one.generate(ids, 1).cached for ids in known] == [896] * 2
     settled(one)
     assert tier_of(one)._cache.engine.limit_reads(0.0)
     hung = one.generate(LONG, TOKENS)
@@ -146,8 +146,6 @@ def test_a_prompt_waits_for_a_hung_disk_for_a_quarter_of_its_computing_time(
     computing_ms = 897_000 / found["plan_prefill_tokens_per_s"]
     assert lookup["waited_ms"] < 0.25 * computing_ms + 1000, "a step may come late beside other work"
     assert tier_of(one)._cache.engine.limit_reads(None)
-    settled(one)
-    assert one.generate(known[2], 1).cached > 0
     settled(one)
 
 
