@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext, make_offload_key
@@ -240,8 +241,9 @@ HEADS = 4
 class Ranks:
     """A model with four heads of KV on so many ranks."""
 
-    def __init__(self, ranks: int, specs: Sequence[Any] = (), **changes: Any) -> None:
-        own, self.ranks = max(1, HEADS // ranks), ranks
+    def __init__(self, ranks: int, specs: Sequence[Any] = (), own: int = 0, **changes: Any) -> None:
+        """``own``: heads of a rank."""
+        own, self.ranks = own or max(1, HEADS // ranks), ranks
         self.vllm_config = fake_config.vllm_config(tensor_parallel_size=ranks)
         self.vllm_config.model_config.get_total_num_kv_heads = lambda: HEADS
         specs = [dataclasses.replace(spec, num_kv_heads=own) for spec in specs or [fake_config.attention()]]
@@ -272,6 +274,13 @@ def test_the_canonical_layout_leaves_the_number_of_ranks_out_of_the_identity() -
     eight = Ranks(8)
     assert (eight.shards, eight.chunks.chunk_bytes) == (HEADS, one.chunks.chunk_bytes)
     assert eight.chunks.registration() == one.chunks.registration()
+
+
+def test_latents_are_in_a_row_once_for_any_number_of_ranks() -> None:
+    latents = MLAAttentionSpec(block_size=HASH, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    one, two = (Ranks(ranks, [latents], own=1) for ranks in (1, 2))
+    assert (one.shards, two.shards, two.chunks.chunk_bytes) == (1, 1, one.chunks.chunk_bytes)
+    assert one.description == two.description
 
 
 @pytest.mark.parametrize(
