@@ -21,6 +21,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.platforms.cuda import CudaPlatform
 from vllm.v1.worker.gpu_worker import Worker
 
+import mla
 from compute import is_cuda, on_cpu, queue, take_errors
 from prompts import slow
 
@@ -90,6 +91,7 @@ def _start_on_the_fake(init_device: Any) -> Any:
     return started
 
 
+mla.install()
 CudaPlatform.dist_backend = "gloo"
 CudaPlatform.get_device_communicator_cls = classmethod(lambda _: f"{__name__}.{HostCommunicator.__name__}")
 dist.isend = _in_turn(dist.isend, dist.send)
