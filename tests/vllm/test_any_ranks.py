@@ -1,4 +1,4 @@
-"""One cache for every number of ranks: what one rank saves, two load, and the other way around."""
+"""One cache for every number of ranks: what one rank saves, several load, and the other way around."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from connector_engine import BLOCK, LONG, OTHER, core, settled
 from hybrid_engine import Model
 from real_engine import Engine, Generation, prompt
+from test_remote import until
 from tiny_models import Shape, make_llama
 from undercroft import _core
 from undercroft.log import logger
@@ -20,7 +21,6 @@ from undercroft.log import logger
 pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(600)]
 
 Start = Callable[..., Engine]
-TWO: dict[str, Any] = {"executor": "mp", "tensor_parallel_size": 2}
 HELD = len(LONG) // BLOCK * BLOCK
 
 
@@ -30,8 +30,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     started: list[Engine] = []
 
     def start(model: Path, ranks: int, options: dict[str, Any] | None = None, **arguments: Any) -> Engine:
-        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
-        sizes = {"max_model_len": 2048, "blocks": 64, **(TWO if ranks == 2 else {}), **arguments}
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(rank % 2) for rank in range(ranks)))
+        sizes = {"max_model_len": 2048, "blocks": 64, **arguments}
+        if ranks > 1:
+            sizes |= {"executor": "mp", "tensor_parallel_size": ranks}
         started.append(Engine(model, options or on_disk(tmp_path), **sizes))
         return started[-1]
 
@@ -107,6 +109,27 @@ def test_one_rank_and_two_ranks_load_blocks_of_each_other(
     assert same(other_again, other)
     assert same(longer_again, longer)
     [_] = _core.inspect(on_disk(tmp_path)["disk_path"])["namespaces"]
+
+
+def test_four_and_eight_ranks_share_a_remote_store_with_one(start: Start, heads_8: Path, tmp_path: Path) -> None:
+    """They have nothing else in common: each engine's memory ends with it, and none has a disk."""
+    options = {"host_memory": "64MiB", "remote": f"file://{tmp_path}/remote", "remote_object": "1MiB"}
+    same = Model("llama", heads_8, "float32", BLOCK, 0).same
+    known: dict[int, Generation] = {}
+    for ranks in (1, 4, 8, 1):
+        running = start(heads_8, ranks, options)
+        stored = list(known)
+        for seed in (*stored, ranks):
+            # Whole blocks and a token.
+            answer = running.generate(prompt(4 * BLOCK + 1, seed), 16, logprobs=5)
+            assert answer.cached == (4 * BLOCK if seed in known else 0), (ranks, seed)
+            assert same(answer, known.setdefault(seed, answer)), (ranks, seed)
+            settled(running)
+        stats = core(running).stats()
+        assert (stats["remote_hit_tokens"], stats["remote_corrupt"]) == (len(stored) * 4 * BLOCK, 0)
+        until(running, lambda stats: stats["remote_put_queue_segments"] == 0)
+        assert (core(running).stats()["remote_puts"] > 0) == (ranks not in stored), ranks
+        running.close()
 
 
 def test_two_ranks_save_the_bytes_of_one(start: Start, heads_8: Path, tmp_path: Path) -> None:
