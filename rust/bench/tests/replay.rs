@@ -18,7 +18,7 @@ fn sample() -> Trace {
 }
 
 fn run(trace: &Trace, capacities: &[usize], kind: PolicyKind) -> Report {
-    replay(trace, &mut ModelCache::new(capacities, kind))
+    replay(trace, &mut ModelCache::new(capacities, kind, 1))
 }
 
 fn run_engine(trace: &Trace, options: &Options) -> Report {
@@ -99,7 +99,7 @@ fn leafhd_agrees_with_the_naive_one_on_the_sample() {
     let trace = sample();
     for capacity in [200, 1000, 4000] {
         let report = run(&trace, &[capacity], PolicyKind::LeafHd);
-        let naive = naive::leafhd(trace.requests(), capacity);
+        let naive = naive::leafhd(trace.requests(), capacity, 1);
         let percent = |blocks: u64| 100.0 * blocks as f64 / trace.blocks() as f64;
         assert_near("hits", report.hit_percent(), percent(naive.hits), 0.5);
         assert_near(

@@ -66,11 +66,14 @@ struct Block {
     children: u32,
 }
 
-/// Learned hit density with admission; victims are the oldest or youngest leaf of a class.
-pub(crate) fn leafhd<'a>(requests: impl Iterator<Item = &'a [u64]>, capacity: usize) -> Outcome {
+/// Learned hit density with admission; victims are drawn by a linear congruential generator.
+pub(crate) fn leafhd<'a>(
+    requests: impl Iterator<Item = &'a [u64]>,
+    capacity: usize,
+    seed: u64,
+) -> Outcome {
     let mut resident: HashMap<u64, Block> = HashMap::new();
     let mut leaves: Vec<u64> = Vec::new();
-    let mut arrival: HashMap<u64, usize> = HashMap::new();
     // Remembered blocks by order of entry, and where each stands in it.
     let mut ghosts: BTreeMap<u64, (u64, u64, usize)> = BTreeMap::new();
     let mut entry_of: HashMap<u64, u64> = HashMap::new();
@@ -78,7 +81,7 @@ pub(crate) fn leafhd<'a>(requests: impl Iterator<Item = &'a [u64]>, capacity: us
     let mut hits = [[0.0; 48]; 4];
     let mut exposure = [[0.0; 48]; 4];
     let mut density = [std::array::from_fn::<f64, 48, _>(|age| 1.0 / (age as f64 + 1.0)); 4];
-    let mut relearned = 0;
+    let (mut random, mut relearned) = (seed, 0);
     let mut outcome = Outcome {
         hits: 0,
         inserted: 0,
@@ -96,8 +99,6 @@ pub(crate) fn leafhd<'a>(requests: impl Iterator<Item = &'a [u64]>, capacity: us
                 ghosts.insert(entries, (block, last, class));
             };
         for (index, &block) in blocks.iter().enumerate() {
-            let next = arrival.len();
-            arrival.entry(block).or_insert(next);
             if let Some(known) = resident.get_mut(&block) {
                 hits[known.class][bucket(tick - known.last)] += 1.0;
                 known.class = 3.min(known.class + 1);
@@ -113,15 +114,14 @@ pub(crate) fn leafhd<'a>(requests: impl Iterator<Item = &'a [u64]>, capacity: us
             }
             if !refused && resident.len() >= capacity {
                 let mut victim: Option<(f64, u64)> = None;
-                for (class, density) in density.iter().enumerate() {
-                    let candidates = leaves
-                        .iter()
-                        .filter(|&leaf| resident[leaf].class == class && !blocks.contains(leaf));
-                    let age = |leaf: &&u64| (resident[*leaf].last, arrival[*leaf]);
-                    let oldest = candidates.clone().min_by_key(age);
-                    let youngest = candidates.max_by_key(age);
-                    for &leaf in oldest.into_iter().chain(youngest) {
-                        let worth = density[bucket(tick - resident[&leaf].last)];
+                for _ in 0..64 {
+                    random = random
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1_442_695_040_888_963_407);
+                    let leaf = leaves[(random >> 33) as usize % leaves.len()];
+                    if !blocks.contains(&leaf) {
+                        let worth =
+                            density[resident[&leaf].class][bucket(tick - resident[&leaf].last)];
                         if victim.is_none_or(|(lowest, _)| worth < lowest) {
                             victim = Some((worth, leaf));
                         }

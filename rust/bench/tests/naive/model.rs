@@ -38,13 +38,13 @@ struct Node {
 
 impl ModelCache {
     /// One tier for each capacity, given in blocks, from the upper one down.
-    pub(crate) fn new(capacities: &[usize], kind: PolicyKind) -> Self {
+    pub(crate) fn new(capacities: &[usize], kind: PolicyKind, seed: u64) -> Self {
         let tiers = capacities
             .iter()
             .map(|&capacity| Tier {
                 capacity,
                 used: 0,
-                policy: Policy::new(kind, capacity),
+                policy: Policy::new(kind, capacity, seed),
                 nodes: Vec::new(),
                 counts: Counts::default(),
             })
@@ -126,7 +126,8 @@ impl Tier {
     /// Touches a hit's blocks, and keeps the deepest one from eviction until it is released.
     fn touch(&mut self, hit: &[u32], tick: u64) {
         if let Some(&deepest) = hit.last() {
-            self.policy.remove_leaf(SIZE_CLASS, self.leaf(deepest));
+            let last = self.nodes[deepest as usize].last;
+            self.policy.remove_leaf(SIZE_CLASS, deepest, last);
         }
         let skip = if self.policy.touches_every_block() {
             0
@@ -160,7 +161,8 @@ impl Tier {
         if !self.policy.admit(hit_class, &victim, tick) {
             return false;
         }
-        self.policy.remove_leaf(SIZE_CLASS, victim);
+        self.policy
+            .remove_leaf(SIZE_CLASS, victim.node, victim.last);
         let evicted = &mut self.nodes[victim.node as usize];
         evicted.resident = false;
         let parent = evicted.parent;
@@ -184,19 +186,21 @@ impl Tier {
         let Some(node) = node else {
             return;
         };
-        if self.nodes[node as usize].children == 0 {
-            self.policy.insert_leaf(SIZE_CLASS, self.leaf(node));
-        }
-    }
-
-    fn leaf(&self, node: u32) -> Leaf {
         let Node {
-            last, hit_class, ..
-        } = self.nodes[node as usize];
-        Leaf {
-            node,
             last,
             hit_class,
+            children,
+            ..
+        } = self.nodes[node as usize];
+        if children == 0 {
+            self.policy.insert_leaf(
+                SIZE_CLASS,
+                Leaf {
+                    node,
+                    last,
+                    hit_class,
+                },
+            );
         }
     }
 }

@@ -33,11 +33,12 @@ enum Learner {
 }
 
 impl Policy {
-    /// A policy for a tier that holds about `capacity_blocks` blocks. The same calls give the same victims.
-    pub fn new(kind: PolicyKind, capacity_blocks: usize) -> Self {
+    /// A policy for a tier that holds about `capacity_blocks` blocks. `seed` fixes every random
+    /// choice: the same calls on the same seed give the same victims.
+    pub fn new(kind: PolicyKind, capacity_blocks: usize, seed: u64) -> Self {
         let engine = match kind {
             PolicyKind::Lru => Learner::Lru(Lru::new()),
-            PolicyKind::LeafHd => Learner::LeafHd(Box::new(LeafHd::new(capacity_blocks))),
+            PolicyKind::LeafHd => Learner::LeafHd(Box::new(LeafHd::new(capacity_blocks, seed))),
         };
         Self { engine }
     }
@@ -56,7 +57,8 @@ impl Policy {
         matches!(self.engine, Learner::LeafHd(_))
     }
 
-    /// Makes `leaf` a candidate of size class `class`. The node is not in the set.
+    /// Makes `leaf` a candidate of size class `class`. A node that is in the set already is updated
+    /// under a learning policy; under LRU the caller removes it first.
     pub fn insert_leaf(&mut self, class: u16, leaf: Leaf) {
         work::candidate();
         match &mut self.engine {
@@ -65,31 +67,31 @@ impl Policy {
         }
     }
 
-    /// Removes a leaf, as it was inserted, from the candidates of size class `class`. Returns whether it was a
-    /// candidate.
-    pub fn remove_leaf(&mut self, class: u16, leaf: Leaf) -> bool {
+    /// Removes a node from the candidates of size class `class`; `last` is its value at the
+    /// insertion. Returns whether it was a candidate.
+    pub fn remove_leaf(&mut self, class: u16, node: u32, last: u64) -> bool {
         work::candidate();
         match &mut self.engine {
-            Learner::Lru(lru) => lru.remove_leaf(class, leaf),
-            Learner::LeafHd(leafhd) => leafhd.remove_leaf(class, leaf),
+            Learner::Lru(lru) => lru.remove_leaf(class, node, last),
+            Learner::LeafHd(leafhd) => leafhd.remove_leaf(class, node),
         }
     }
 
     /// The leaf of size class `class` to evict next, which stays in the set. `None` when there is none.
-    /// A second call in the same tick returns the same leaf, unless the set has changed.
-    pub fn victim(&self, class: u16, tick: u64) -> Option<Leaf> {
+    /// A second call in the same tick returns the same leaf, unless that leaf has left the set or changed.
+    pub fn victim(&mut self, class: u16, tick: u64) -> Option<Leaf> {
         work::candidate();
-        match &self.engine {
+        match &mut self.engine {
             Learner::Lru(lru) => lru.victim(class),
             Learner::LeafHd(leafhd) => leafhd.victim(class, tick),
         }
     }
 
     /// Up to `count` leaves of size class `class` that may be evicted soon. They stay in the set.
-    pub fn victims(&self, class: u16, count: usize) -> Vec<Leaf> {
-        match &self.engine {
+    pub fn victims(&mut self, class: u16, count: usize) -> Vec<Leaf> {
+        match &mut self.engine {
             Learner::Lru(lru) => lru.victims(class).take(count).collect(),
-            Learner::LeafHd(leafhd) => leafhd.victims(class, count),
+            Learner::LeafHd(leafhd) => leafhd.sample(class, count),
         }
     }
 

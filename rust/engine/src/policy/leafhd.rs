@@ -1,13 +1,12 @@
 //! LeafHD: evicts the leaf with the lowest learned hit density, and does not admit blocks of lower density.
 
-use std::collections::BTreeSet;
-
-use super::HIT_CLASSES;
 use super::cohorts::Cohorts;
 use super::density::Density;
 use super::ghost::{GhostList, Remembered};
-use super::leaf::{Leaf, class_index, next_class};
+use super::leaf::{Leaf, next_class};
 
+/// Leaves that a choice of victim looks at.
+const SAMPLES: usize = 64;
 /// Ticks between two relearnings.
 const RELEARN_TICKS: u64 = 50;
 /// Remembered blocks for each block of capacity. A short memory breaks the estimate: only the memory
@@ -18,6 +17,8 @@ const GHOSTS_MIN: usize = 1000;
 /// ages that the buckets distinguish.
 const GHOSTS_MAX: usize = 4 << 20;
 
+const ABSENT: u32 = u32::MAX;
+
 #[derive(Debug)]
 pub(super) struct LeafHd {
     classes: Vec<Leaves>,
@@ -25,16 +26,21 @@ pub(super) struct LeafHd {
     cohorts: Cohorts,
     ghosts: GhostList,
     relearned: u64,
+    random: SplitMix,
+    /// The victim last drawn, with its size class and the tick: the weighed leaf is the one that is
+    /// evicted.
+    drawn: Option<(u16, u64, Leaf)>,
 }
 
-/// The leaves of one size class: for each hit class, ordered by last touch and then by node.
+/// The leaves of one size class: an array to draw from, and the place of each node in it.
 #[derive(Debug, Default)]
 struct Leaves {
-    by_hits: [BTreeSet<(u64, u32)>; HIT_CLASSES as usize],
+    leaves: Vec<Leaf>,
+    place: Vec<u32>,
 }
 
 impl LeafHd {
-    pub(super) fn new(capacity_blocks: usize) -> Self {
+    pub(super) fn new(capacity_blocks: usize, seed: u64) -> Self {
         let ghosts = capacity_blocks
             .saturating_mul(GHOSTS_PER_BLOCK)
             .saturating_add(GHOSTS_MIN);
@@ -44,56 +50,68 @@ impl LeafHd {
             cohorts: Cohorts::new(),
             ghosts: GhostList::new(ghosts.min(GHOSTS_MAX)),
             relearned: 0,
+            random: SplitMix(seed),
+            drawn: None,
         }
     }
 
     pub(super) fn insert_leaf(&mut self, class: u16, leaf: Leaf) {
+        self.drawn = self.drawn.filter(|(_, _, drawn)| drawn.node != leaf.node);
         let class = usize::from(class);
         if class >= self.classes.len() {
             self.classes.resize_with(class + 1, Leaves::default);
         }
-        self.classes[class].of(leaf).insert((leaf.last, leaf.node));
+        self.classes[class].insert(leaf);
     }
 
-    pub(super) fn remove_leaf(&mut self, class: u16, leaf: Leaf) -> bool {
+    pub(super) fn remove_leaf(&mut self, class: u16, node: u32) -> bool {
+        self.drawn = self.drawn.filter(|(_, _, drawn)| drawn.node != node);
         self.classes
             .get_mut(usize::from(class))
-            .is_some_and(|leaves| leaves.of(leaf).remove(&(leaf.last, leaf.node)))
+            .is_some_and(|leaves| leaves.remove(node))
     }
 
     pub(super) fn leaves(&self, class: u16) -> usize {
-        self.classes.get(usize::from(class)).map_or(0, Leaves::len)
+        self.classes
+            .get(usize::from(class))
+            .map_or(0, |leaves| leaves.leaves.len())
     }
 
-    /// The leaf of lowest density among the oldest and the youngest of each hit class. Within a class, density
-    /// mostly falls or rises with the age, so that the leaves between them are hardly ever the worst.
-    pub(super) fn victim(&self, class: u16, tick: u64) -> Option<Leaf> {
-        let leaves = self.classes.get(usize::from(class))?;
-        let worth = |leaf: Leaf| {
-            let age = tick.saturating_sub(leaf.last);
-            (self.density.of(leaf.hit_class, age), leaf)
-        };
-        let weighed = leaves.ends().map(worth);
-        let lowest = weighed.min_by(|(one, _), (other, _)| one.total_cmp(other));
-        lowest.map(|(_, leaf)| leaf)
-    }
-
-    /// The oldest leaves of each hit class in turn, up to `count` of them.
-    pub(super) fn victims(&self, class: u16, count: usize) -> Vec<Leaf> {
-        let Some(leaves) = self.classes.get(usize::from(class)) else {
-            return Vec::new();
-        };
-        let mut orders: Vec<_> = (0..HIT_CLASSES).map(|hits| leaves.oldest(hits)).collect();
-        let mut victims = Vec::new();
-        while victims.len() < count {
-            let before = victims.len();
-            victims.extend(orders.iter_mut().filter_map(Iterator::next));
-            if victims.len() == before {
-                break;
+    pub(super) fn victim(&mut self, class: u16, tick: u64) -> Option<Leaf> {
+        if let Some((_, _, drawn)) = self
+            .drawn
+            .filter(|drawn| (drawn.0, drawn.1) == (class, tick))
+        {
+            return Some(drawn);
+        }
+        let leaves = &self.classes.get(usize::from(class))?.leaves;
+        if leaves.is_empty() {
+            return None;
+        }
+        let mut victim: Option<(f64, Leaf)> = None;
+        for _ in 0..SAMPLES {
+            let leaf = leaves[self.random.below(leaves.len())];
+            let density = self
+                .density
+                .of(leaf.hit_class, tick.saturating_sub(leaf.last));
+            if victim.is_none_or(|(lowest, _)| density < lowest) {
+                victim = Some((density, leaf));
             }
         }
-        victims.truncate(count);
-        victims
+        let (_, leaf) = victim?;
+        self.drawn = Some((class, tick, leaf));
+        Some(leaf)
+    }
+
+    /// Some leaves of a class, drawn at random.
+    pub(super) fn sample(&mut self, class: u16, count: usize) -> Vec<Leaf> {
+        let Some(Leaves { leaves, .. }) = self.classes.get(usize::from(class)) else {
+            return Vec::new();
+        };
+        let count = count.min(leaves.len());
+        (0..count)
+            .map(|_| leaves[self.random.below(leaves.len())])
+            .collect()
     }
 
     pub(super) fn admit(&self, hit_class: u8, victim: &Leaf, tick: u64) -> bool {
@@ -171,31 +189,50 @@ impl LeafHd {
 }
 
 impl Leaves {
-    /// The order that a leaf belongs to.
-    fn of(&mut self, leaf: Leaf) -> &mut BTreeSet<(u64, u32)> {
-        &mut self.by_hits[class_index(leaf.hit_class)]
+    fn insert(&mut self, leaf: Leaf) {
+        let node = leaf.node as usize;
+        if node >= self.place.len() {
+            self.place.resize(node + 1, ABSENT);
+        }
+        if self.place[node] == ABSENT {
+            self.place[node] = self.leaves.len() as u32;
+            self.leaves.push(leaf);
+        } else {
+            self.leaves[self.place[node] as usize] = leaf;
+        }
     }
 
-    fn len(&self) -> usize {
-        self.by_hits.iter().map(BTreeSet::len).sum()
+    fn remove(&mut self, node: u32) -> bool {
+        let Some(place) = self.place.get_mut(node as usize) else {
+            return false;
+        };
+        let at = std::mem::replace(place, ABSENT);
+        if at == ABSENT {
+            return false;
+        }
+        self.leaves.swap_remove(at as usize);
+        if let Some(moved) = self.leaves.get(at as usize) {
+            self.place[moved.node as usize] = at;
+        }
+        true
+    }
+}
+
+/// SplitMix64: small, seeded, good enough to draw samples.
+#[derive(Debug)]
+struct SplitMix(u64);
+
+impl SplitMix {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
     }
 
-    /// The leaves of a hit class, the oldest first.
-    fn oldest(&self, hit_class: u8) -> impl DoubleEndedIterator<Item = Leaf> + '_ {
-        let order = self.by_hits[class_index(hit_class)].iter();
-        order.map(move |&(last, node)| Leaf {
-            node,
-            last,
-            hit_class,
-        })
-    }
-
-    /// The oldest and the youngest leaf of each hit class.
-    fn ends(&self) -> impl Iterator<Item = Leaf> + '_ {
-        (0..HIT_CLASSES).flat_map(|hit_class| {
-            let mut order = self.oldest(hit_class);
-            let (oldest, youngest) = (order.next(), order.next_back());
-            oldest.into_iter().chain(youngest)
-        })
+    /// A number below `bound`, which is above 0 and fits 32 bits.
+    fn below(&mut self, bound: usize) -> usize {
+        (((self.next() >> 32) * bound as u64) >> 32) as usize
     }
 }

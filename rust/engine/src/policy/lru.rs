@@ -27,10 +27,10 @@ impl Lru {
         self.classes[class].insert((leaf.last, leaf.node), leaf.hit_class);
     }
 
-    pub(super) fn remove_leaf(&mut self, class: u16, leaf: Leaf) -> bool {
+    pub(super) fn remove_leaf(&mut self, class: u16, node: u32, last: u64) -> bool {
         self.classes
             .get_mut(usize::from(class))
-            .is_some_and(|leaves| leaves.remove(&(leaf.last, leaf.node)).is_some())
+            .is_some_and(|leaves| leaves.remove(&(last, node)).is_some())
     }
 
     pub(super) fn victim(&self, class: u16) -> Option<Leaf> {

@@ -17,13 +17,13 @@ impl TierPolicies {
     pub(crate) fn new(leaves: Policy) -> Self {
         Self {
             leaves,
-            optional: Policy::new(PolicyKind::Lru, 0),
+            optional: Policy::new(PolicyKind::Lru, 0, 0),
         }
     }
 
     /// The candidate of size class `class` to evict next: the policy's leaf, or the oldest node with
     /// optional payloads if no leaf was touched before it.
-    pub(crate) fn victim(&self, class: Class, tick: u64) -> Option<Leaf> {
+    pub(crate) fn victim(&mut self, class: Class, tick: u64) -> Option<Leaf> {
         let leaf = self.leaves.victim(class, tick);
         let optional = self.optional.victim(class, tick);
         match (leaf, optional) {
@@ -33,14 +33,14 @@ impl TierPolicies {
     }
 
     /// From each set, up to `count` candidates of size class `class` that may be evicted soon.
-    pub(crate) fn victims(&self, class: Class, count: usize) -> Vec<Leaf> {
+    pub(crate) fn victims(&mut self, class: Class, count: usize) -> Vec<Leaf> {
         let mut victims = self.leaves.victims(class, count);
         victims.extend(self.optional.victims(class, count));
         victims
     }
 
     /// Whether the policy keeps every leaf of `class` rather than store a new block.
-    pub(crate) fn refuses(&self, class: Class, hit_class: u8, tick: u64) -> bool {
+    pub(crate) fn refuses(&mut self, class: Class, hit_class: u8, tick: u64) -> bool {
         self.optional.victim(class, tick).is_none()
             && self.leaves.touches_every_block()
             && self

@@ -84,14 +84,14 @@ impl Residency {
 
     fn withdraw_from(&mut self, id: NodeId, tier: Tier) {
         let node = self.node(id);
-        let (evictability, leaf) = (node.evictability(tier), leaf_of(id, node.touch()));
+        let (evictability, last) = (node.evictability(tier), node.touch().last);
         if evictability == Evictability::Kept {
             return;
         }
         let classes = self.candidate_classes(id, tier, evictability);
         let policy = self.candidates(id, tier, evictability);
         for class in classes {
-            let found = policy.remove_leaf(class, leaf);
+            let found = policy.remove_leaf(class, id, last);
             assert!(
                 found,
                 "node {id} is a candidate that the policy does not know"
@@ -148,7 +148,11 @@ impl Residency {
             let classes = self.candidate_classes(id, tier, evictability);
             let mut node = self.forest.node_mut(id);
             node.set_evictability(tier, evictability);
-            let leaf = leaf_of(id, node.touch());
+            let leaf = Leaf {
+                node: id,
+                last: node.touch().last,
+                hit_class: node.touch().hit_class,
+            };
             let policy = self.candidates(id, tier, evictability);
             for class in classes {
                 policy.insert_leaf(class, leaf);
@@ -285,15 +289,6 @@ impl Residency {
     }
 }
 
-/// A node as the policies see it.
-fn leaf_of(node: NodeId, touch: Touch) -> Leaf {
-    Leaf {
-        node,
-        last: touch.last,
-        hit_class: touch.hit_class,
-    }
-}
-
 impl Residency {
     /// The size classes of a namespace's payloads in every region.
     ///
@@ -350,10 +345,16 @@ impl Residency {
 
     /// Adds the slots of a directory that was absent. A namespace whose payloads do not fit the directory's pages
     /// is not written there.
-    pub(crate) fn open_disk(&mut self, device: DeviceIndex, image: &DeviceImage, kind: PolicyKind) {
+    pub(crate) fn open_disk(
+        &mut self,
+        device: DeviceIndex,
+        image: &DeviceImage,
+        kind: PolicyKind,
+        seed: u64,
+    ) {
         let disk = &mut self.disks[device.index()];
         assert!(disk.is_absent(), "directory {device:?} is opened once");
-        *disk = Disk::new(image, new_policy(kind, image.capacity), Vec::new());
+        *disk = Disk::new(image, new_policy(kind, image.capacity, seed), Vec::new());
         for geometry in &mut self.geometry {
             let groups = geometry.spec.groups.iter();
             let class = |group: &GroupSpec| match group.kind {

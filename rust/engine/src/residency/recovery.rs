@@ -63,7 +63,13 @@ impl Adoption {
 
 impl Residency {
     /// Adds a directory without its records. `instances` is the directory's namespace table.
-    pub(crate) fn add_disk(&mut self, image: &DeviceImage, kind: PolicyKind, instances: Vec<u64>) {
+    pub(crate) fn add_disk(
+        &mut self,
+        image: &DeviceImage,
+        kind: PolicyKind,
+        seed: u64,
+        instances: Vec<u64>,
+    ) {
         assert!(
             self.disks.len() < DeviceIndex::COUNT_MAX,
             "the number of directories is checked when they are opened"
@@ -72,7 +78,7 @@ impl Residency {
             self.geometry.is_empty(),
             "directories are attached before namespaces are known"
         );
-        let policy = new_policy(kind, image.capacity);
+        let policy = new_policy(kind, image.capacity, seed);
         self.disks.push(Disk::new(image, policy, instances));
         self.page_moves.push(PageMove::default());
     }

@@ -89,7 +89,7 @@ pub(crate) struct Residency {
 impl Residency {
     pub(crate) fn new(config: &EngineConfig) -> Self {
         let host_bytes = config.host_bytes;
-        let policy = new_policy(config.policy, host_bytes);
+        let policy = new_policy(config.policy, host_bytes, config.seed);
         Self {
             forest: Forest::new(config.seed),
             host: Slots::new(host_bytes, page_bytes_for(host_bytes)),
@@ -247,10 +247,10 @@ impl Residency {
 }
 
 /// A policy for a region of `bytes`.
-pub(super) fn new_policy(kind: PolicyKind, bytes: u64) -> Policy {
+pub(super) fn new_policy(kind: PolicyKind, bytes: u64, seed: u64) -> Policy {
     let blocks = (bytes >> BLOCK_BYTES_LOG2).max(POLICY_BLOCKS_MIN);
     let blocks = usize::try_from(blocks).expect("a 64-bit machine");
-    Policy::new(kind, blocks)
+    Policy::new(kind, blocks, seed)
 }
 
 /// A region that slots are allocated from.
