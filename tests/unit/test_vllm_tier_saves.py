@@ -94,12 +94,21 @@ def test_a_save_waits_for_a_prefix_that_vllm_is_copying(arrived: int, monkeypatc
     assert parent.saved == 60
 
 
-def test_a_step_looks_at_some_of_many_saves_that_wait_the_oldest_first() -> None:
+def test_a_step_looks_at_some_of_many_saves_that_wait_in_turn() -> None:
     tier, parent = lacking(256, 2000), Parent(arrived=0)
     oldest = tier._lacking[0]
     tier.serve_external_requests(parent)
     assert (parent.lookups, len(tier._lacking)) == (256, 256)
-    assert tier._lacking[0] is oldest
+    tier.serve_external_requests(parent)
+    assert (parent.lookups, tier._lacking[0]) == (512, oldest)
+
+
+def test_saves_that_wait_hold_up_no_other_save() -> None:
+    tier, parent = lacking(200, 100), Parent(arrived=50 * HASH)
+    tier._lacking += lacking(1, 40)._lacking
+    for _ in range(2):
+        tier.serve_external_requests(parent)
+    assert (parent.saved, len(tier._lacking)) == (1, 200)
 
 
 def test_a_save_ends_if_its_prefix_does_not_arrive() -> None:

@@ -505,7 +505,8 @@ class UndercroftTier(SecondaryTierManager):
                     arriving.append(again)
             finally:
                 parent.on_request_finished(context)
-        self._lacking.extendleft(reversed(arriving))
+        # In turn: a state may wait for seconds, and must not hold up the saves behind it.
+        self._lacking.extend(arriving)
 
     def _keys(
         self, prompt: Prompt, places: set[Place], context: ReqContext, parent: ParentManager
