@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import dashboard
 import kubernetes_validate
 import promql_parser
 import pytest
@@ -109,6 +110,12 @@ def test_the_dashboard_asks_for_series_that_exist() -> None:
     variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
     used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(DASHBOARD["panels"])))
     assert used == variables
+
+
+def test_the_picture_of_the_dashboard_is_that_of_this_file() -> None:
+    kept = dashboard.PICTURE.read_text(encoding="utf-8")
+    assert f'data-digest="{dashboard.DIGEST}"' in kept, "run: python tools/dashboard.py"
+    assert [panel["title"] for panel in dashboard.PANELS if f">{panel['title']}</text>" not in kept] == []
 
 
 def test_panels_lie_beside_each_other() -> None:
