@@ -1,8 +1,8 @@
 """Runs a command with all that builds and runs programs for aarch64: `python tools/aarch64.py cargo test --target ...`.
 
 The compiler is the installed one if it has Rust's standard library for aarch64 (`rustup target add` brings it). Else,
-and for the emulator and libc, Debian's packages are unpacked below .venv-aarch64; nothing is installed. Zig, from PyPI,
-links against the glibc of manylinux_2_28.
+and for the emulator, libc and Python, Debian's packages are unpacked below .venv-aarch64; nothing is installed. Zig,
+from PyPI, links against the glibc of manylinux_2_28. `python-aarch64` is the emulated Python.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from pathlib import Path
 
 PLACE = Path(__file__).resolve().parent.parent / ".venv-aarch64"
 TARGET = "aarch64-unknown-linux-gnu"
-RELEASE = "trixie"
-MIRROR = "http://deb.debian.org/debian"
+MIRROR = "http://deb.debian.org"
+SUITES = (("debian", "trixie"), ("debian-security", "bookworm-security"))
 KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 PYTHON_PACKAGES = ("maturin>=1.9.4,<2", "ziglang>=0.13")
-RUNTIME = ("qemu-user", "libc6:arm64", "libgcc-s1:arm64")
-COMPILER = ("rustc", "libstd-rust-dev", "libstd-rust-dev:arm64")
-"""Of backports: the release's own compiler is older than the one that undercroft needs."""
+RUNTIME = ("qemu-user", "libc6:arm64", "libgcc-s1:arm64", "python3:arm64")
+COMPILER = ("rustc-web", "libstd-rust-web-dev", "libstd-rust-web-dev:arm64")
+"""What Debian builds browsers with: the release's own compiler is older than the one that undercroft needs, and in
+backports the versions for two processors differ at times, while a security suite has all of them or none."""
 
 
 def main(command: list[str]) -> int:
@@ -44,6 +45,7 @@ def main(command: list[str]) -> int:
         loader = f"{tree}/lib64/ld-linux-x86-64.so.2 --library-path {tree}/usr/lib/x86_64-linux-gnu"
         _script(tools / "rustc", f'exec {loader} {tree}/usr/bin/rustc --sysroot {tree}/usr "$@"')
     runner = f"{tree}/usr/bin/qemu-aarch64 -L {tree}"
+    _script(tools / "python-aarch64", f'exec {runner} {tree}/usr/bin/python3 "$@"')
     variables = f"CARGO_TARGET_{TARGET.upper().replace('-', '_')}"
     environment = {
         "PATH": f"{tools}:{os.environ['PATH']}",
@@ -81,7 +83,7 @@ def _unpack(packages: tuple[str, ...], tree: Path) -> None:
     for directory in ("etc/apt.conf.d", "etc/preferences.d", "state/lists/partial", "cache/archives/partial"):
         (apt / directory).mkdir(parents=True, exist_ok=True)
     origin = f"deb [arch=amd64,arm64 signed-by={KEYS}] {MIRROR}"
-    sources = [f"{origin} {suite} main" for suite in (RELEASE, f"{RELEASE}-backports")]
+    sources = [f"{origin}/{archive} {suite} main" for archive, suite in SUITES]
     (apt / "etc/sources.list").write_text("\n".join(sources) + "\n")
     (apt / "state/status").touch()
     (apt / "apt.conf").write_text(
@@ -90,15 +92,11 @@ def _unpack(packages: tuple[str, ...], tree: Path) -> None:
         'APT::Sandbox::User "root"; APT::Install-Recommends "false"; Acquire::Languages "none";\n'
     )
     environment = os.environ | {"APT_CONFIG": str(apt / "apt.conf")}
-    print(f"Unpacking {' '.join(packages)} of Debian {RELEASE} below {tree} (1.5 GB the first time)", flush=True)
+    print(f"Unpacking {' '.join(packages)} of Debian below {tree} (1.5 GB the first time)", flush=True)
     subprocess.run(["apt-get", "-qq", "update"], env=environment, check=True)
-    fetch = ["apt-get", "-qq", "--yes", "--download-only", "--target-release", f"{RELEASE}-backports", "install"]
+    fetch = ["apt-get", "-qq", "--yes", "--download-only", "install"]
     if subprocess.run([*fetch, *packages], env=environment).returncode != 0:
-        sys.exit(
-            "error: apt cannot fetch these packages. If it names versions of libstd-rust-dev that differ, Debian has a "
-            "new Rust for one of the two processors so far: try again in some days. "
-            f"Or run: rustup target add {TARGET}"
-        )
+        sys.exit(f"error: apt cannot fetch these packages. Without Debian's compiler: rustup target add {TARGET}")
     # As Debian's base-files has them: packages bring files below /usr only.
     for name in ("bin", "lib", "lib64", "sbin"):
         (new / "usr" / name).mkdir(parents=True)

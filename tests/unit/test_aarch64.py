@@ -24,7 +24,7 @@ def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
-def test_versions_that_differ_between_processors_end_with_a_remedy(
+def test_packages_that_apt_cannot_fetch_end_with_a_remedy(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
@@ -34,6 +34,6 @@ def test_versions_that_differ_between_processors_end_with_a_remedy(
         return subprocess.CompletedProcess(command, 100 if failed else 0)
 
     monkeypatch.setattr(tool.subprocess, "run", run)
-    with pytest.raises(SystemExit, match=f"differ.*rustup target add {tool.TARGET}"):
+    with pytest.raises(SystemExit, match=f"cannot fetch.*rustup target add {tool.TARGET}"):
         tool._unpack(("rustc",), tmp_path / "debian")
     assert not (tmp_path / "debian").exists()
