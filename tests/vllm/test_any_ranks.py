@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,34 @@ def test_engines_of_one_rank_and_of_two_use_one_server_at_a_time(server: Any, st
         computed, loaded = (running.generate(ids, 16, logprobs=5) for running in settling(*order, server))
         assert (computed.cached, loaded.cached) == (0, 4 * BLOCK), seed
         assert same(computed, loaded), seed
+
+
+@pytest.mark.slow
+def test_engines_of_one_four_and_eight_ranks_use_one_server_while_all_are_alive(
+    server: Any, start: Start, heads_8: Path
+) -> None:
+    """At a time, each saves a prompt of its own, and then each loads those of both others."""
+    options = {"server": f"unix://{server.arena.socket}", "server_timeout_ms": 30_000, "lookup_spin_us": 100_000}
+    engines = {ranks: start(heads_8, ranks, options) for ranks in (8, 4, 1)}
+    same = Model("llama", heads_8, "float32", BLOCK, 0).same
+
+    def asked(ranks: int, *seeds: int) -> list[Generation]:
+        return [engines[ranks].generate(prompt(4 * BLOCK + 1, seed), 16, logprobs=5) for seed in seeds]
+
+    with ThreadPoolExecutor(len(engines)) as threads:
+        own = list(threads.map(asked, engines, engines))
+        for running in engines.values():
+            running.idle_steps()
+        assert server.flush(30.0)
+        others = {ranks: [seed for seed in engines if seed != ranks] for ranks in engines}
+        loaded = list(threads.map(lambda ranks: asked(ranks, *others[ranks]), engines))
+    computed = {ranks: answer for ranks, [answer] in zip(engines, own, strict=True)}
+    assert [answer.cached for answer in computed.values()] == [0, 0, 0]
+    for ranks, answers in zip(engines, loaded, strict=True):
+        for seed, answer in zip(others[ranks], answers, strict=True):
+            assert (answer.cached, same(answer, computed[seed])) == (4 * BLOCK, True), (ranks, seed)
+    stats = server.stats()
+    assert (stats["loads"], stats["saves"], stats["checksum_failures"]) == (0, 0, 0)
 
 
 def settling(first: Engine, second: Engine, server: Any) -> Iterator[Engine]:
