@@ -20,7 +20,8 @@ from full_filesystem import small, take_space
 from prompts import PROMPTS, TOKENS, cached, slow, tokens
 from real_engine import Engine, prompt
 from tier_engine import OFFLOADING, extra_config, flip_payload_bytes, settled, stats, tier_of, until_no_writes
-from tiny_models import Shape, make_eagle
+from tiny_models import Shape, make_deepseek, make_eagle
+from undercroft import _core
 
 Make = Callable[..., Engine]
 Reference = Callable[..., list[int]]
@@ -28,6 +29,14 @@ HITS = [192, 240, 176, 32]
 """Tokens of the prompts in whole blocks."""
 ROW = 16 << 10
 """Bytes of a chunk of one block."""
+LATENTS = 2 * 16 * (256 + 64) * 4
+"""The same of the model with latent attention: layers, tokens, values, size of a number."""
+TWO_RANKS: dict[str, Any] = {
+    "executor": "mp",
+    "tensor_parallel_size": 2,
+    "disable_custom_all_reduce": True,
+    **OFFLOADING,
+}
 
 
 def options(directory: Path, **more: Any) -> dict[str, Any]:
@@ -117,9 +126,48 @@ def test_two_ranks_load_blocks_that_they_have_saved(
     """Each rank is a process with a device of its own, and copies its half of each row."""
     monkeypatch.setattr(real_engine, "PRELOADED", ["fake_ranks"])
     expected = [reference(ids, TOKENS) for ids in PROMPTS]
-    ranks = {"executor": "mp", "tensor_parallel_size": 2, "disable_custom_all_reduce": True, **OFFLOADING}
-    last = comes_back(lambda: engine(llama, options(tmp_path), **ranks), fake, expected, HITS)
+    last = comes_back(lambda: engine(llama, options(tmp_path), **TWO_RANKS), fake, expected, HITS)
     assert last.core.collective_rpc("broken") == [[], []]
+
+
+@pytest.mark.skipif(not fake_cuda.is_loaded(), reason="ranks on GPUs need NCCL")
+def test_one_rank_and_two_ranks_share_latents(
+    fake: Fake, engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the canonical layout, a row has the latents once, which both ranks hold."""
+    import mla
+
+    mla.install()
+    monkeypatch.setattr(real_engine, "PRELOADED", ["fake_ranks"])
+    model, whole = make_deepseek(tmp_path / "model"), options(tmp_path) | {"canonical_layout": True}
+    others = [prompt(200, seed=9)]
+    plain = Plain(model, **{**fake_device.ENGINE, **mla.ARGUMENTS})
+    expected, expected_others = ([plain(ids, TOKENS) for ids in prompts] for prompts in (PROMPTS, others))
+    plain.close()
+
+    one = engine(model, whole, **OFFLOADING, **mla.ARGUMENTS)
+    is_saved(one, fake, expected)
+    one.close()
+    [before] = _core.inspect(str(tmp_path / "cache"))["namespaces"]
+
+    two = engine(model, whole, **TWO_RANKS, **mla.ARGUMENTS)
+    again = two.generate_all(PROMPTS, TOKENS)
+    assert (tokens(again), cached(again)) == (expected, HITS)
+    settled(two)
+    assert tokens(two.generate_all(others, TOKENS)) == expected_others
+    settled(two)
+    assert stats(two)["disk_reads"] > 0
+    assert stats(two)["checksum_failures"] == stats(two)["load_failures"] == 0
+    assert two.core.collective_rpc("broken") == [[], []]
+    two.close()
+    [after] = _core.inspect(str(tmp_path / "cache"))["namespaces"]
+    # Whole blocks of the prompts and their answers; the third has six of the first one's.
+    assert (before["bytes"], after["bytes"]) == ((12 + 15 + 6 + 2) * LATENTS, (12 + 15 + 6 + 2 + 12) * LATENTS)
+
+    one = engine(model, whole, **OFFLOADING, **mla.ARGUMENTS)
+    again = one.generate_all(others, TOKENS)
+    assert (tokens(again), cached(again)) == (expected_others, [192])
+    settled(one)
 
 
 def test_damaged_bytes_are_computed(
