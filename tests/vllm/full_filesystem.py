@@ -1,10 +1,11 @@
-"""A filesystem of its own for a cache, which a test fills."""
+"""A filesystem of its own for a cache, which a test fills, or whose writes hang."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 MIB = 1 << 20
+HANGS_S = 90
+"""Writes end after this time in any case, so that a test that waits for them fails."""
 
 
 @contextlib.contextmanager
@@ -25,6 +28,31 @@ def small(place: Path) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@contextlib.contextmanager
+def freezable(place: Path) -> Iterator[Path]:
+    """A filesystem of 96 MiB on a device of its own, for `frozen`. Skips the test if this process may not mount one."""
+    place.mkdir()
+    image = place.with_suffix(".image")
+    with image.open("xb") as file:
+        file.truncate(96 * MIB)
+    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop,noatime", str(image), str(place)]):
+        if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("needs e2fsprogs and root, to mount a filesystem on a device of its own")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@contextlib.contextmanager
+def frozen(filesystem: Path) -> Iterator[None]:
+    """No write ends meanwhile, and reads do. Another process ends it, also if this one is killed."""
+    script = f'fsfreeze --freeze "$0" && echo frozen && timeout {HANGS_S} cat; fsfreeze --unfreeze "$0"'
+    with subprocess.Popen(["sh", "-c", script, filesystem], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
+        assert shell.stdout is not None and shell.stdout.readline()
+        yield
 
 
 def holes(file: Path) -> Iterator[tuple[int, int]]:

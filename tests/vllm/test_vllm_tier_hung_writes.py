@@ -1,0 +1,100 @@
+"""undercroft as a tier of vLLM's offloading on a filesystem whose writes hang: nothing waits for them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from connector_engine import LONG, TOKENS, References
+from engine_checks import add, begun, step_until
+from full_filesystem import freezable, frozen
+from real_engine import Engine, prompt
+from tier_engine import OFFLOADING, Make, extra_config, health, hits, stats, tier_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+CROWD = [prompt(897, seed=70 + number) for number in range(15)]
+"""Of seven chunks each: more than undercroft's memory holds, and vLLM's."""
+KEPT = CROWD[:3]
+
+
+@pytest.fixture(scope="module")
+def reference(llama: Path) -> References:
+    """The tokens of a vLLM without any cache."""
+    return References(llama, *((ids, TOKENS) for ids in (LONG, *CROWD)))
+
+
+def started(engine: Make, model: Path, filesystem: Path) -> Engine:
+    """With room for 64 chunks in undercroft's memory, and for 16 in vLLM's."""
+    options = extra_config(filesystem / "cache", rows=16, disk_capacity="64MiB", host_memory="32MiB")
+    return engine(model, options, **OFFLOADING)
+
+
+def seconds(one: Engine, reference: References, ids: list[int], cached: int) -> float:
+    """The time of a prompt's right answer, with so many tokens from a cache. Saves may still wait afterwards."""
+    began = time.monotonic()
+    answer = one.generate(ids, TOKENS)
+    took = time.monotonic() - began
+    assert (answer.cached, answer.tokens) == (cached, reference(ids))
+    while one.device_blocks_in_use():
+        one.core.step_fn()
+    assert one.reset_device_cache()
+    return took
+
+
+def test_no_request_waits_for_writes_that_hang(
+    engine: Make, llama: Path, reference: References, tmp_path: Path
+) -> None:
+    with freezable(tmp_path / "filesystem") as filesystem:
+        one = started(engine, llama, filesystem)
+        began = time.monotonic()
+        for ids in KEPT:
+            hits(one, reference, ids, 0)
+        usual = time.monotonic() - began
+        with frozen(filesystem):
+            took = [seconds(one, reference, ids, 0) for ids in CROWD[3:]]
+            # The directory is still read.
+            reads = stats(one)["disk_reads"]
+            took += [seconds(one, reference, ids, 896) for ids in KEPT]
+            assert stats(one)["disk_reads"] > reads
+            assert health(one) == "stalled"
+        assert max(took) < 2 + usual, took
+        hits(one, reference, LONG, 0)
+        one.close()
+        second = started(engine, llama, filesystem)
+        # What was saved before the writes hung, and afterwards.
+        for ids in (*KEPT, LONG):
+            hits(second, reference, ids, 896)
+        for ids in CROWD[3:]:
+            assert second.generate(ids, TOKENS).tokens == reference(ids)
+        assert stats(second)["checksum_failures"] == stats(second)["load_failures"] == 0
+        second.close()
+
+
+def test_writes_that_hang_hold_up_neither_aborts_nor_resets(
+    engine: Make, llama: Path, reference: References, tmp_path: Path
+) -> None:
+    with freezable(tmp_path / "filesystem") as filesystem:
+        one = started(engine, llama, filesystem)
+        hits(one, reference, LONG, 0)
+        with frozen(filesystem):
+            for ids in CROWD[:6]:
+                seconds(one, reference, ids, 0)
+            began = time.monotonic()
+            add(one, "aborted", CROWD[6], TOKENS)
+            step_until(one, lambda: begun(one))
+            one.llm.llm_engine.abort_request(["aborted"])
+            tier_of(one).drain_jobs()
+            assert one.reset_device_cache(connector=True)
+            answer = one.generate(LONG, TOKENS)
+            took = time.monotonic() - began
+            assert (answer.cached, answer.tokens) == (0, reference(LONG))
+        assert took < 20
+        one.close()
+        second = started(engine, llama, filesystem)
+        for ids in (LONG, *CROWD[:6]):
+            assert second.generate(ids, TOKENS).tokens == reference(ids)
+        assert stats(second)["checksum_failures"] == stats(second)["load_failures"] == 0
+        second.close()
