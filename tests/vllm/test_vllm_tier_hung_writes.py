@@ -1,4 +1,4 @@
-"""undercroft as a tier of vLLM's offloading on a filesystem whose writes hang: nothing waits for them."""
+"""undercroft as a tier of vLLM's offloading while a disk's writes hang: no prompt, abort or reset waits for them."""
 
 from __future__ import annotations
 
