@@ -350,6 +350,12 @@ class UndercroftConfig:
         "Longest wait in the scheduler for a server's reply that is about to arrive, in microseconds.",
         number(0, 100_000), text_number, "session",
     )]
+    tenant_share: Annotated[float, Option(
+        "number", 0.0, "0 to 1",
+        "Share of host memory, and of each directory, that this engine's blocks keep when other models on the same "
+        "server or directories need room. Blocks beyond it are evicted like all others.",
+        number(0, 1), text_number, "session",
+    )]
     socket_dir: Annotated[str, Option(
         "path", "", "a directory only this user can enter",
         "Directory of the engine's socket. By default $XDG_RUNTIME_DIR/undercroft or /tmp/undercroft-<uid>.",

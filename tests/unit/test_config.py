@@ -148,6 +148,7 @@ BAD = {
     "server": [1, "/run/undercroft.sock", "unix://run/x.sock", "tcp://localhost:1"],
     "server_timeout_ms": [0, -1, "5", True, 60_001],
     "lookup_spin_us": [-1, "200", True, 100_001],
+    "tenant_share": [-0.1, 1.1, "30%", True, None],
     "record": [1, ["/tmp"]],
     "socket_dir": [1, ["/tmp"]],
 }

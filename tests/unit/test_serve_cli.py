@@ -84,6 +84,9 @@ STATUS = {
             "hits": 30,
             "loaded_bytes": 7 << 20,
             "saved_bytes": 9 << 20,
+            "host_bytes": 11 << 20,
+            "disk_bytes": 13 << 20,
+            "tenant_share": 0.3,
         }
     ],
     "server": {"connections": 4, "workers": 2, "refused": 0, "malformed": 0, "lookups": 500, "descriptors": 21},
@@ -322,8 +325,9 @@ def test_status_shows_sessions_jobs_tiers_rates_and_health(
         "/a 512 GiB good <= 1 ms <= 3 ms > 0.01 s > 0.01 s",
         "/b 512 GiB no_writes > 0.01 s > 0.01 s - - No space left on device",
         "",
-        "session connected workers answered hits loaded saved lookups now pending loads saves request memory held",
-        "abababababab yes 2 170 30 7 MiB 9 MiB 3 1 1 2 5 MiB 4 MiB",
+        "session connected workers answered hits loaded saved lookups now pending loads saves request memory held "
+        "in host memory on disk share",
+        "abababababab yes 2 170 30 7 MiB 9 MiB 3 1 1 2 5 MiB 4 MiB 11 MiB 13 MiB 0.300",
         "",
         "rates: 50.0 lookups/s, 0.0 blocks saved/s, disk 4 MiB/s read, 0 B/s written",
     ]

@@ -34,6 +34,9 @@ _SESSION = {
     "saves": "saves",
     "request memory": "request_bytes",
     "held": "held_bytes",
+    "in host memory": "host_bytes",
+    "on disk": "disk_bytes",
+    "share": "tenant_share",
 }
 """Column of a session -> its field: totals since the session was opened, then pending numbers."""
 

@@ -4,6 +4,7 @@ use thiserror::Error;
 
 use crate::pages::PAGE_BYTES_MAX;
 use crate::size::Bytes;
+use crate::tier::TENANTS_MAX;
 
 /// A namespace cannot be registered.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -66,9 +67,26 @@ pub enum RegisterError {
         /// The number of namespaces.
         count: usize,
     },
+    /// The session's share of the tiers is too large beside those of other sessions.
+    #[error(
+        "tenant_share {} does not fit: other namespaces of this cache have {} already, and {TENANTS_MAX} at most may have \
+         shares; lower tenant_share here or there",
+        percent(*.asked), percent(*.others)
+    )]
+    ShareTooLarge {
+        /// The share that the session asks for, in thousandths.
+        asked: u16,
+        /// The sum of the shares of other namespaces with sessions, in thousandths.
+        others: u16,
+    },
     /// The engine has panicked and is not entered any more.
     #[error("the engine has failed; its panic is in the log")]
     Broken,
+}
+
+/// A share in thousandths, as an operator writes it.
+fn percent(share: u16) -> String {
+    format!("{}%", f64::from(share) / 10.0)
 }
 
 /// How an operator gets larger slots.

@@ -452,6 +452,9 @@ pub struct SessionSpec {
     pub private: bool,
     /// A hit of a prefetch is leased, too: the client loads it without another lookup.
     pub leases_prefetches: bool,
+    /// The share of each tier, in thousandths, that the namespace's blocks keep when other namespaces' blocks need room. The
+    /// greatest share of a namespace's sessions counts.
+    pub tenant_share: u16,
 }
 
 impl From<NamespaceSpec> for SessionSpec {
@@ -461,6 +464,7 @@ impl From<NamespaceSpec> for SessionSpec {
             dropped_tokens: Tokens(0),
             private: false,
             leases_prefetches: false,
+            tenant_share: 0,
         }
     }
 }

@@ -68,7 +68,7 @@ pub use config::EngineConfig;
 pub use hints::HintCursor;
 pub use ids::SessionId;
 pub use lookup_cursor::LookupCursor;
-pub use residency::{Moves, TierSize};
+pub use residency::{Moves, NamespaceUsage, TierSize};
 pub use save_cursor::{Granted, SaveLimit, SaveProgress, Transfer};
 pub use verbs::{
     ChainBytes, Drained, Due, Engine, HitExtents, OperationCount, Recovery, ResizeOrder,

@@ -1,5 +1,7 @@
 //! Sessions, their requests' lookups, and the transfers of their workers.
 
+use std::collections::BTreeMap;
+
 use hashbrown::HashMap;
 use hashbrown::hash_map::EntryRef;
 use slotmap::SlotMap;
@@ -29,6 +31,8 @@ pub(super) struct SessionState {
     alignment_tokens: u32,
     /// See [`SessionSpec::leases_prefetches`].
     pub(super) leases_prefetches: bool,
+    /// See [`SessionSpec::tenant_share`].
+    tenant_share: u16,
     /// Its loads and saves under way.
     transfers: TransferSums,
     pub(super) totals: SessionTotals,
@@ -148,6 +152,7 @@ impl Sessions {
             dropped_tokens: spec.dropped_tokens.0,
             alignment_tokens: spec.namespace.alignment_tokens,
             leases_prefetches: spec.leases_prefetches,
+            tenant_share: spec.tenant_share,
             transfers: TransferSums::default(),
             totals: SessionTotals::default(),
         })
@@ -188,6 +193,16 @@ impl Sessions {
     /// Whether any session uses a namespace.
     pub(super) fn uses(&self, ns: NsId) -> bool {
         self.sessions.values().any(|state| state.ns == ns)
+    }
+
+    /// The greatest share that a session of each namespace wants, in the order of the namespaces.
+    pub(super) fn shares(&self) -> BTreeMap<NsId, u16> {
+        let mut shares = BTreeMap::new();
+        for state in self.sessions.values() {
+            let share: &mut u16 = shares.entry(state.ns).or_default();
+            *share = state.tenant_share.max(*share);
+        }
+        shares
     }
 
     /// Moves all sessions of one namespace to another.

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use undercroft_cipher::{AesGcm, Keys};
 use undercroft_contract::cipher::PayloadCipher;
 use undercroft_contract::remote::{RemoteConfig, RemoteWrite};
+use undercroft_contract::tier::TENANT_SHARE_WHOLE;
 use undercroft_engine::EngineConfig;
 use undercroft_engine::policy::PolicyKind;
 use undercroft_io::IoEngineChoice;
@@ -95,6 +96,8 @@ pub struct HostConfig {
     pub io_engine: IoEngineChoice,
     /// Reads in flight on each disk, and writes in flight on each disk; by default 32.
     pub io_depth: Option<usize>,
+    /// The share of each tier that the blocks of this process's sessions keep when other namespaces need room, 0 to 1.
+    pub tenant_share: f64,
     /// Directory of the engine's socket; empty for [`crate::default_socket_dir`].
     pub socket_dir: PathBuf,
     /// Path of the engine's socket; empty for a path of its own in `socket_dir`.
@@ -280,6 +283,11 @@ impl HostConfig {
     pub(crate) fn server_timeout(&self) -> Duration {
         let ms = self.server_timeout_ms.unwrap_or(5.0);
         Duration::from_secs_f64((ms / 1e3).clamp(1e-4, 3600.0))
+    }
+
+    /// See [`SessionSpec::tenant_share`](undercroft_contract::session::SessionSpec::tenant_share).
+    pub(crate) fn tenant_share(&self) -> u16 {
+        (self.tenant_share * f64::from(TENANT_SHARE_WHOLE)).ceil() as u16
     }
 
     /// See [`HostConfig::lookup_spin_us`].

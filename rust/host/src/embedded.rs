@@ -29,6 +29,8 @@ pub struct EmbeddedHost {
     engine: Arc<RunningEngine>,
     socket: PathBuf,
     arena_id: u64,
+    /// The share of this process's sessions.
+    tenant_share: u16,
     /// The token of this process's sessions.
     token: SessionToken,
     /// `None` after the close.
@@ -73,6 +75,7 @@ impl EmbeddedHost {
             engine,
             socket,
             arena_id,
+            tenant_share: config.tenant_share(),
             token,
             server: Mutex::new(Some(server)),
             _prefault: prefault_in_background(arena).ok(),
@@ -123,6 +126,7 @@ impl EngineHost for EmbeddedHost {
         let driver = Arc::clone(self.engine.driver());
         let spec = SessionSpec {
             dropped_tokens,
+            tenant_share: self.tenant_share,
             ..namespace.into()
         };
         let session = EmbeddedSession::open(driver, spec)?;

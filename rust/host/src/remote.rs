@@ -23,6 +23,7 @@ pub(crate) const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct RemoteHost {
     /// `None` after the client has taken it.
     resolve: Mutex<Option<Resolve>>,
+    tenant_share: u16,
     timeout: Duration,
     spin: Duration,
     /// The error that a directory is in use. The start fails with this error if the directory's owner does not answer.
@@ -49,6 +50,7 @@ impl RemoteHost {
     pub(crate) fn new(config: &HostConfig, resolve: Resolve, in_use: Option<String>) -> Self {
         Self {
             resolve: Mutex::new(Some(resolve)),
+            tenant_share: config.tenant_share(),
             timeout: config.server_timeout(),
             spin: config.lookup_spin(),
             in_use,
@@ -66,6 +68,7 @@ impl RemoteHost {
         let config = ClientConfig {
             namespace,
             dropped_tokens,
+            tenant_share: self.tenant_share,
             deadline: self.timeout,
             spin: self.spin,
         };

@@ -55,6 +55,8 @@ pub struct ClientConfig {
     pub namespace: NamespaceSpec,
     /// See [`SessionSpec::dropped_tokens`](undercroft_contract::session::SessionSpec::dropped_tokens).
     pub dropped_tokens: Tokens,
+    /// See [`SessionSpec::tenant_share`](undercroft_contract::session::SessionSpec::tenant_share).
+    pub tenant_share: u16,
     /// While a reply is due for longer than this, lookups are misses and no slots for saves are requested.
     pub deadline: Duration,
     /// Longest wait of a lookup for a due reply.
@@ -372,6 +374,7 @@ fn open(shared: &ClientShared, socket: PathBuf) -> Result<ServerConnection, Conn
         namespace,
         dropped_tokens: shared.config.dropped_tokens,
         private,
+        tenant_share: shared.config.tenant_share,
     };
     let deadline = Instant::now() + REGISTER_TIMEOUT;
     let reply = connection.ask(&register, deadline, || shared.stopping())?;

@@ -94,6 +94,8 @@ pub enum ClientMessage<'a> {
         /// Whether the client's weights may have changed before: it has requested a reset, perhaps of another server, or
         /// has told so. Then the session shares with no other session.
         private: bool,
+        /// See [`SessionSpec::tenant_share`](undercroft_contract::session::SessionSpec::tenant_share).
+        tenant_share: u16,
     },
     /// Starts a lookup, or a further lookup of the same request. The server replies with `Answer`.
     #[serde(borrow)]

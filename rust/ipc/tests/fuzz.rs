@@ -68,6 +68,7 @@ fn samples() -> Vec<(String, Vec<u8>)> {
             namespace: spec,
             dropped_tokens: Tokens(1),
             private: true,
+            tenant_share: 300,
         },
         ClientMessage::Lookup(LookupMessage {
             request: u64::MAX,

@@ -26,7 +26,9 @@ impl World {
         let namespace = self.random.index(shared);
         let spec = self.models[namespace].spec.clone();
         let served = self.random.chance(300);
+        let tenant_share = self.models[namespace].tenant_share;
         let spec = SessionSpec {
+            tenant_share,
             leases_prefetches: served,
             ..SessionSpec::from(spec)
         };
@@ -42,6 +44,7 @@ impl World {
             id: opened.id(),
             session: Box::new(opened),
             namespace,
+            tenant_share,
             served,
             requests: Vec::new(),
             loads: Vec::new(),

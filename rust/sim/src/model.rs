@@ -29,6 +29,8 @@ pub(crate) struct Model {
     pub(crate) must_reset: bool,
     /// Whether it belongs to one session, after a reset. Then nothing survives the session's end.
     pub(crate) private: bool,
+    /// The share of the tiers that its sessions want, in thousandths.
+    pub(crate) tenant_share: u16,
     /// Payloads saved under the present weights.
     pub(crate) stored: HashSet<SavedPayload>,
     /// Number of orders by which the engine has lost all of these payloads.
@@ -113,6 +115,7 @@ impl Model {
             entered: 0,
             must_reset: false,
             private: false,
+            tenant_share: 0,
             stored: HashSet::new(),
             losses: 0,
             used: None,
@@ -158,6 +161,7 @@ impl Model {
             entered: 0,
             must_reset: false,
             private: true,
+            tenant_share: self.tenant_share,
             stored: HashSet::new(),
             losses: 0,
             used: None,

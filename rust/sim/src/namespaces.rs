@@ -7,6 +7,7 @@ use std::time::Duration;
 use undercroft_contract::error::RegisterError;
 use undercroft_contract::key::NamespaceDigest;
 use undercroft_contract::session::GiveUp;
+use undercroft_contract::tier::{TENANT_SHARE_WHOLE, TENANTS_MAX};
 
 use crate::participants::SimClient;
 use crate::world::World;
@@ -41,6 +42,15 @@ impl World {
     ) -> Result<(), String> {
         if matches!(error, RegisterError::TooMany { .. }) && self.may_be_refused(namespace) {
             return Ok(());
+        }
+        if let RegisterError::ShareTooLarge { asked, .. } = *error {
+            let shares = self.sessions.iter().map(|of| u32::from(of.tenant_share));
+            let shares: Vec<u32> = shares.filter(|&share| share > 0).collect();
+            let wanted = shares.iter().sum::<u32>() + u32::from(asked);
+            let is_whole = wanted > u32::from(TENANT_SHARE_WHOLE);
+            if is_whole || shares.len() >= usize::from(TENANTS_MAX) {
+                return Ok(());
+            }
         }
         Err(format!("a session of {namespace} is refused: {error}"))
     }

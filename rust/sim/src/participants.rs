@@ -50,6 +50,8 @@ pub(crate) struct SimClient {
     pub(crate) id: SessionId,
     pub(crate) session: Box<dyn Session>,
     pub(crate) namespace: usize,
+    /// The share of the tiers that it wants, in thousandths.
+    pub(crate) tenant_share: u16,
     /// Whether the client loads the hits of its prefetches.
     pub(crate) served: bool,
     pub(crate) requests: Vec<ClientRequest>,

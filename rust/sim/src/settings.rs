@@ -32,7 +32,7 @@ pub(crate) struct Settings {
     /// Payloads on disk are encrypted.
     pub(crate) encrypted: bool,
     /// Others use the filesystems of the directories.
-    pub(crate) tenants: bool,
+    pub(crate) neighbours: bool,
     /// Tables take no writes for a while.
     pub(crate) freezes: bool,
     /// Lives have wrong wall clocks.
@@ -188,7 +188,7 @@ impl Settings {
             hints: random.chance(600),
             operated: random.chance(400),
             encrypted: random.chance(300),
-            tenants: false,
+            neighbours: false,
             freezes: false,
             wrong_clocks: false,
             changes: !roomy && random.chance(300),
@@ -221,9 +221,14 @@ impl Settings {
                 }
             }
         }
-        settings.tenants = !roomy && further.chance(150);
+        settings.neighbours = !roomy && further.chance(150);
         settings.freezes = !roomy && further.chance(150);
         settings.wrong_clocks = further.chance(150);
+        if further.chance(300) {
+            for model in &mut models {
+                model.tenant_share = further.pick(&[0, 0, 100, 300, 600, 1000]);
+            }
+        }
         if settings.wrong_clocks {
             settings.engine.disk_ttl_s = LONG_TTL_S;
         }

@@ -42,7 +42,7 @@ impl World {
             self.log.stats.wrong_clocks += 1;
             self.note(|| format!("the clock is {}", config.unix_at_zero_s));
         }
-        if self.settings.tenants {
+        if self.settings.neighbours {
             for at in 0..self.disks.devices.len() {
                 if self.random.chance(200) {
                     self.make_sparse(at);
@@ -90,7 +90,7 @@ impl World {
     /// While an engine runs.
     pub(crate) fn surround_step(&mut self) -> Result<(), String> {
         self.open_late();
-        if self.settings.tenants && self.random.chance(10) && !self.disks.devices.is_empty() {
+        if self.settings.neighbours && self.random.chance(10) && !self.disks.devices.is_empty() {
             let at = self.random.index(self.disks.devices.len());
             self.disks.devices[at].free = drawn_space(&mut self.random);
         }

@@ -563,7 +563,7 @@ impl World {
     /// Compares the payloads on disk with the saved payloads, if nothing may be missing.
     fn count_stored(&mut self) -> Result<(), String> {
         let expires = (1..LONG_TTL_S).contains(&self.settings.engine.disk_ttl_s);
-        let sound = self.settings.faults.is_none() && !expires && !self.settings.tenants;
+        let sound = self.settings.faults.is_none() && !expires && !self.settings.neighbours;
         let on_disk = self.engine.with(|engine| engine.gauges().disk_blocks);
         if sound {
             self.history.left_on_disk =

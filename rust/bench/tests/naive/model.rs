@@ -5,7 +5,7 @@ use undercroft_bench::replay::{Counts, ReplayCache};
 use undercroft_engine::policy::{Leaf, Policy, PolicyKind};
 
 /// All blocks of a trace have one size.
-const SIZE_CLASS: u16 = 0;
+const SIZE_CLASS: usize = 0;
 
 /// Tiers that each hold the blocks offered to them; a block counts as present if any of them has it.
 /// Every block that is stored in the upper tier is offered to the lower one at once (write-through).

@@ -122,7 +122,7 @@ impl Namespaces {
     }
 
     /// The namespace that all sessions of a description share.
-    fn shared(&self, digest: &NamespaceDigest) -> Option<NsId> {
+    pub(super) fn shared(&self, digest: &NamespaceDigest) -> Option<NsId> {
         let mut known = (0..).zip(&self.table);
         known.find_map(|(ns, state)| (state.digest == *digest && !state.private).then_some(ns))
     }

@@ -57,49 +57,57 @@ impl Policy {
         matches!(self.engine, Learner::LeafHd(_))
     }
 
-    /// Makes `leaf` a candidate of size class `class`. A node that is in the set already is updated
+    /// Makes `leaf` a candidate of a set. A node that is in the set already is updated
     /// under a learning policy; under LRU the caller removes it first.
-    pub fn insert_leaf(&mut self, class: u16, leaf: Leaf) {
+    pub fn insert_leaf(&mut self, set: usize, leaf: Leaf) {
         work::candidate();
         match &mut self.engine {
-            Learner::Lru(lru) => lru.insert_leaf(class, leaf),
-            Learner::LeafHd(leafhd) => leafhd.insert_leaf(class, leaf),
+            Learner::Lru(lru) => lru.insert_leaf(set, leaf),
+            Learner::LeafHd(leafhd) => leafhd.insert_leaf(set, leaf),
         }
     }
 
-    /// Removes a node from the candidates of size class `class`; `last` is its value at the
+    /// Removes a node from the candidates of a set; `last` is its value at the
     /// insertion. Returns whether it was a candidate.
-    pub fn remove_leaf(&mut self, class: u16, node: u32, last: u64) -> bool {
+    pub fn remove_leaf(&mut self, set: usize, node: u32, last: u64) -> bool {
         work::candidate();
         match &mut self.engine {
-            Learner::Lru(lru) => lru.remove_leaf(class, node, last),
-            Learner::LeafHd(leafhd) => leafhd.remove_leaf(class, node),
+            Learner::Lru(lru) => lru.remove_leaf(set, node, last),
+            Learner::LeafHd(leafhd) => leafhd.remove_leaf(set, node),
         }
     }
 
-    /// The leaf of size class `class` to evict next, which stays in the set. `None` when there is none.
+    /// The leaf of a set to evict next, which stays in the set. `None` when there is none.
     /// A second call in the same tick returns the same leaf, unless that leaf has left the set or changed.
-    pub fn victim(&mut self, class: u16, tick: u64) -> Option<Leaf> {
+    pub fn victim(&mut self, set: usize, tick: u64) -> Option<Leaf> {
         work::candidate();
         match &mut self.engine {
-            Learner::Lru(lru) => lru.victim(class),
-            Learner::LeafHd(leafhd) => leafhd.victim(class, tick),
+            Learner::Lru(lru) => lru.victim(set),
+            Learner::LeafHd(leafhd) => leafhd.victim(set, tick),
         }
     }
 
-    /// Up to `count` leaves of size class `class` that may be evicted soon. They stay in the set.
-    pub fn victims(&mut self, class: u16, count: usize) -> Vec<Leaf> {
-        match &mut self.engine {
-            Learner::Lru(lru) => lru.victims(class).take(count).collect(),
-            Learner::LeafHd(leafhd) => leafhd.sample(class, count),
-        }
-    }
-
-    /// Number of candidates of size class `class`.
-    pub fn leaves(&self, class: u16) -> usize {
+    /// Whether `leaf` is evicted before `other`, a leaf of another set.
+    pub fn is_before(&self, leaf: &Leaf, other: &Leaf, tick: u64) -> bool {
         match &self.engine {
-            Learner::Lru(lru) => lru.leaves(class),
-            Learner::LeafHd(leafhd) => leafhd.leaves(class),
+            Learner::Lru(_) => leaf.last < other.last,
+            Learner::LeafHd(leafhd) => leafhd.density(leaf, tick) < leafhd.density(other, tick),
+        }
+    }
+
+    /// Up to `count` leaves of a set that may be evicted soon. They stay in the set.
+    pub fn victims(&mut self, set: usize, count: usize) -> Vec<Leaf> {
+        match &mut self.engine {
+            Learner::Lru(lru) => lru.victims(set).take(count).collect(),
+            Learner::LeafHd(leafhd) => leafhd.sample(set, count),
+        }
+    }
+
+    /// Number of candidates of a set.
+    pub fn leaves(&self, set: usize) -> usize {
+        match &self.engine {
+            Learner::Lru(lru) => lru.leaves(set),
+            Learner::LeafHd(leafhd) => leafhd.leaves(set),
         }
     }
 

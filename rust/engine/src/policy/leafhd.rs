@@ -21,22 +21,21 @@ const ABSENT: u32 = u32::MAX;
 
 #[derive(Debug)]
 pub(super) struct LeafHd {
-    classes: Vec<Leaves>,
+    sets: Vec<Leaves>,
     density: Density,
     cohorts: Cohorts,
     ghosts: GhostList,
     relearned: u64,
     random: SplitMix,
-    /// The victim last drawn, with its size class and the tick: the weighed leaf is the one that is
-    /// evicted.
-    drawn: Option<(u16, u64, Leaf)>,
 }
 
-/// The leaves of one size class: an array to draw from, and the place of each node in it.
+/// The leaves of one set: an array to draw from, and the place of each node in it.
 #[derive(Debug, Default)]
 struct Leaves {
     leaves: Vec<Leaf>,
     place: Vec<u32>,
+    /// The victim last drawn, with the tick: the weighed leaf is the one that is evicted.
+    drawn: Option<(u64, Leaf)>,
 }
 
 impl LeafHd {
@@ -45,67 +44,57 @@ impl LeafHd {
             .saturating_mul(GHOSTS_PER_BLOCK)
             .saturating_add(GHOSTS_MIN);
         Self {
-            classes: Vec::new(),
+            sets: Vec::new(),
             density: Density::new(),
             cohorts: Cohorts::new(),
             ghosts: GhostList::new(ghosts.min(GHOSTS_MAX)),
             relearned: 0,
             random: SplitMix(seed),
-            drawn: None,
         }
     }
 
-    pub(super) fn insert_leaf(&mut self, class: u16, leaf: Leaf) {
-        self.drawn = self.drawn.filter(|(_, _, drawn)| drawn.node != leaf.node);
-        let class = usize::from(class);
-        if class >= self.classes.len() {
-            self.classes.resize_with(class + 1, Leaves::default);
+    pub(super) fn insert_leaf(&mut self, set: usize, leaf: Leaf) {
+        if set >= self.sets.len() {
+            self.sets.resize_with(set + 1, Leaves::default);
         }
-        self.classes[class].insert(leaf);
+        self.sets[set].insert(leaf);
     }
 
-    pub(super) fn remove_leaf(&mut self, class: u16, node: u32) -> bool {
-        self.drawn = self.drawn.filter(|(_, _, drawn)| drawn.node != node);
-        self.classes
-            .get_mut(usize::from(class))
+    pub(super) fn remove_leaf(&mut self, set: usize, node: u32) -> bool {
+        self.sets
+            .get_mut(set)
             .is_some_and(|leaves| leaves.remove(node))
     }
 
-    pub(super) fn leaves(&self, class: u16) -> usize {
-        self.classes
-            .get(usize::from(class))
-            .map_or(0, |leaves| leaves.leaves.len())
+    pub(super) fn leaves(&self, set: usize) -> usize {
+        self.sets.get(set).map_or(0, |leaves| leaves.leaves.len())
     }
 
-    pub(super) fn victim(&mut self, class: u16, tick: u64) -> Option<Leaf> {
-        if let Some((_, _, drawn)) = self
-            .drawn
-            .filter(|drawn| (drawn.0, drawn.1) == (class, tick))
-        {
+    pub(super) fn victim(&mut self, set: usize, tick: u64) -> Option<Leaf> {
+        let Leaves { leaves, drawn, .. } = self.sets.get(set)?;
+        if let Some((_, drawn)) = drawn.filter(|(then, _)| *then == tick) {
             return Some(drawn);
         }
-        let leaves = &self.classes.get(usize::from(class))?.leaves;
-        if leaves.is_empty() {
+        let count = leaves.len();
+        if count == 0 {
             return None;
         }
         let mut victim: Option<(f64, Leaf)> = None;
         for _ in 0..SAMPLES {
-            let leaf = leaves[self.random.below(leaves.len())];
-            let density = self
-                .density
-                .of(leaf.hit_class, tick.saturating_sub(leaf.last));
+            let leaf = leaves[self.random.below(count)];
+            let density = self.density(&leaf, tick);
             if victim.is_none_or(|(lowest, _)| density < lowest) {
                 victim = Some((density, leaf));
             }
         }
         let (_, leaf) = victim?;
-        self.drawn = Some((class, tick, leaf));
+        self.sets[set].drawn = Some((tick, leaf));
         Some(leaf)
     }
 
-    /// Some leaves of a class, drawn at random.
-    pub(super) fn sample(&mut self, class: u16, count: usize) -> Vec<Leaf> {
-        let Some(Leaves { leaves, .. }) = self.classes.get(usize::from(class)) else {
+    /// Some leaves of a set, drawn at random.
+    pub(super) fn sample(&mut self, set: usize, count: usize) -> Vec<Leaf> {
+        let Some(Leaves { leaves, .. }) = self.sets.get(set) else {
             return Vec::new();
         };
         let count = count.min(leaves.len());
@@ -114,9 +103,14 @@ impl LeafHd {
             .collect()
     }
 
+    /// Expected hits per tick of residence of a leaf.
+    pub(super) fn density(&self, leaf: &Leaf, tick: u64) -> f64 {
+        let age = tick.saturating_sub(leaf.last);
+        self.density.of(leaf.hit_class, age)
+    }
+
     pub(super) fn admit(&self, hit_class: u8, victim: &Leaf, tick: u64) -> bool {
-        let age = tick.saturating_sub(victim.last);
-        self.density.of(hit_class, 0) >= self.density.of(victim.hit_class, age)
+        self.density.of(hit_class, 0) >= self.density(victim, tick)
     }
 
     pub(super) fn on_hit(&mut self, hit_class: u8, last: u64, tick: u64) {
@@ -190,6 +184,7 @@ impl LeafHd {
 
 impl Leaves {
     fn insert(&mut self, leaf: Leaf) {
+        self.forget_drawn(leaf.node);
         let node = leaf.node as usize;
         if node >= self.place.len() {
             self.place.resize(node + 1, ABSENT);
@@ -202,7 +197,13 @@ impl Leaves {
         }
     }
 
+    /// A leaf that has left the set or changed is drawn anew.
+    fn forget_drawn(&mut self, node: u32) {
+        self.drawn = self.drawn.filter(|(_, drawn)| drawn.node != node);
+    }
+
     fn remove(&mut self, node: u32) -> bool {
+        self.forget_drawn(node);
         let Some(place) = self.place.get_mut(node as usize) else {
             return false;
         };

@@ -31,4 +31,4 @@ mod tier;
 pub use doorkeeper::Doorkeeper;
 pub use eviction::{Policy, PolicyKind};
 pub use leaf::{HIT_CLASSES, Leaf};
-pub(crate) use tier::TierPolicies;
+pub(crate) use tier::{TENANTS, Tenant, Tenants, TierPolicies};

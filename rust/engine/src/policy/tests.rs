@@ -7,29 +7,33 @@ use super::*;
 /// A call on the set of leaves. Nodes and ticks come from small ranges, so that they meet.
 #[derive(Clone, Copy, Debug)]
 enum Call {
-    Insert { class: u16, node: u32, last: u64 },
-    Remove { class: u16, node: u32 },
-    Evict { class: u16 },
+    Insert { set: usize, node: u32, last: u64 },
+    Remove { set: usize, node: u32 },
+    Evict { set: usize },
 }
 
 fn calls() -> impl Strategy<Value = Vec<Call>> {
-    let class = 0..3_u16;
+    let set = 0..3_usize;
     let call = prop_oneof![
-        4 => (class.clone(), 0..40_u32, 0..200_u64)
-            .prop_map(|(class, node, last)| Call::Insert { class, node, last }),
-        2 => (class.clone(), 0..40_u32).prop_map(|(class, node)| Call::Remove { class, node }),
-        1 => class.prop_map(|class| Call::Evict { class }),
+        4 => (set.clone(), 0..40_u32, 0..200_u64)
+            .prop_map(|(set, node, last)| Call::Insert { set, node, last }),
+        2 => (set.clone(), 0..40_u32).prop_map(|(set, node)| Call::Remove { set, node }),
+        1 => set.prop_map(|set| Call::Evict { set }),
     ];
     prop::collection::vec(call, 1..300)
 }
 
 /// Runs `calls` on a policy and on a plain list of leaves, which is handed to `check` with each victim.
-fn run(kind: PolicyKind, calls: &[Call], mut check: impl FnMut(&[(u16, Leaf)], u16, Option<Leaf>)) {
+fn run(
+    kind: PolicyKind,
+    calls: &[Call],
+    mut check: impl FnMut(&[(usize, Leaf)], usize, Option<Leaf>),
+) {
     let mut policy = Policy::new(kind, 40, 7);
-    let mut model: Vec<(u16, Leaf)> = Vec::new();
+    let mut model: Vec<(usize, Leaf)> = Vec::new();
     for &call in calls {
         match call {
-            Call::Insert { class, node, last } => {
+            Call::Insert { set, node, last } => {
                 let leaf = Leaf {
                     node,
                     last,
@@ -37,31 +41,31 @@ fn run(kind: PolicyKind, calls: &[Call], mut check: impl FnMut(&[(u16, Leaf)], u
                 };
                 if !model
                     .iter()
-                    .any(|(of, known)| *of == class && known.node == node)
+                    .any(|(of, known)| *of == set && known.node == node)
                 {
-                    policy.insert_leaf(class, leaf);
-                    model.push((class, leaf));
+                    policy.insert_leaf(set, leaf);
+                    model.push((set, leaf));
                 }
             }
-            Call::Remove { class, node } => {
+            Call::Remove { set, node } => {
                 let at = model
                     .iter()
-                    .position(|(of, known)| *of == class && known.node == node);
+                    .position(|(of, known)| *of == set && known.node == node);
                 let last = at.map_or(0, |at| model.swap_remove(at).1.last);
-                assert_eq!(policy.remove_leaf(class, node, last), at.is_some());
+                assert_eq!(policy.remove_leaf(set, node, last), at.is_some());
             }
-            Call::Evict { class } => {
-                let victim = policy.victim(class, 200);
-                check(&model, class, victim);
+            Call::Evict { set } => {
+                let victim = policy.victim(set, 200);
+                check(&model, set, victim);
                 if let Some(leaf) = victim {
-                    assert!(policy.remove_leaf(class, leaf.node, leaf.last));
-                    model.retain(|known| *known != (class, leaf));
+                    assert!(policy.remove_leaf(set, leaf.node, leaf.last));
+                    model.retain(|known| *known != (set, leaf));
                 }
             }
         }
-        for class in 0..3 {
-            let expected = model.iter().filter(|(of, _)| *of == class).count();
-            assert_eq!(policy.leaves(class), expected);
+        for set in 0..3 {
+            let expected = model.iter().filter(|(of, _)| *of == set).count();
+            assert_eq!(policy.leaves(set), expected);
         }
     }
 }
@@ -69,25 +73,25 @@ fn run(kind: PolicyKind, calls: &[Call], mut check: impl FnMut(&[(u16, Leaf)], u
 proptest! {
     #[test]
     fn lru_evicts_the_oldest_leaf(calls in calls()) {
-        run(PolicyKind::Lru, &calls, |model, class, victim| {
-            let of_class = model.iter().filter(|(of, _)| *of == class).map(|(_, leaf)| *leaf);
+        run(PolicyKind::Lru, &calls, |model, set, victim| {
+            let of_class = model.iter().filter(|(of, _)| *of == set).map(|(_, leaf)| *leaf);
             assert_eq!(victim, of_class.min_by_key(|leaf| (leaf.last, leaf.node)));
         });
     }
 
     #[test]
     fn leafhd_evicts_a_present_leaf(calls in calls()) {
-        run(PolicyKind::LeafHd, &calls, |model, class, victim| {
-            let of_class: Vec<_> = model.iter().filter(|(of, _)| *of == class).collect();
+        run(PolicyKind::LeafHd, &calls, |model, set, victim| {
+            let of_class: Vec<_> = model.iter().filter(|(of, _)| *of == set).collect();
             match victim {
-                Some(leaf) => assert!(model.contains(&(class, leaf))),
+                Some(leaf) => assert!(model.contains(&(set, leaf))),
                 None => assert!(of_class.is_empty()),
             }
         });
     }
 }
 
-/// Blocks that come back after 10 ticks in class 1, and others that never do.
+/// Blocks that come back after 10 ticks in set 1, and others that never do.
 fn teach(policy: &mut Policy, ticks: u64) -> u64 {
     let mut live = [(0_u8, 0_u64); 10];
     for tick in 1..=ticks {
@@ -217,7 +221,7 @@ fn age_buckets_tile_the_ages() {
     assert_eq!(density::bucket(u64::MAX), density::BUCKETS - 1);
 }
 
-/// Blocks of class and last touch; the second number picks one to be touched again or dropped.
+/// Blocks of set and last touch; the second number picks one to be touched again or dropped.
 fn touches() -> impl Strategy<Value = Vec<(u64, usize, bool)>> {
     prop::collection::vec((0..4000_u64, 0..64_usize, any::<bool>()), 1..60)
 }
@@ -230,22 +234,22 @@ proptest! {
         let mut now = 0;
         for (later, pick, gone) in touches {
             now += later;
-            if let Some(&(class, last)) = model.get(pick) {
-                cohorts.remove(class, last);
+            if let Some(&(set, last)) = model.get(pick) {
+                cohorts.remove(set, last);
                 model.swap_remove(pick);
             }
             if !gone {
-                let class = (pick % 4) as u8;
-                cohorts.add(class, now);
-                model.push((class, now));
+                let set = (pick % 4) as u8;
+                cohorts.add(set, now);
+                model.push((set, now));
             }
             cohorts.advance(now);
             for (from, to) in [(0, Some(1)), (1, Some(3000)), (3000, Some(7168)), (7168, None)] {
                 let mut expected = [0; 4];
-                for (class, last) in &model {
+                for (set, last) in &model {
                     let age = now - last;
                     if age >= from && to.is_none_or(|to| age < to) {
-                        expected[usize::from(*class)] += 1;
+                        expected[usize::from(*set)] += 1;
                     }
                 }
                 prop_assert_eq!(cohorts.blocks_aged(from, to), expected);

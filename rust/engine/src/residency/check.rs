@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use undercroft_contract::tier::Tier;
 
-use crate::forest::{DiskState, Evictability, HostState, NONE, NodeId, NodeRef, Reach};
+use crate::forest::{DiskState, Evictability, HostState, NONE, NodeId, NodeRef, NsId, Reach};
 use crate::slots::{Class, Owner, slot_offset};
 
 use super::super::ensure::ensure;
@@ -25,6 +25,8 @@ struct TierSums {
     /// Candidates by region, size class, and whether they are leaves.
     candidates: HashMap<(usize, Class, bool), usize>,
     queued_bytes: u64,
+    /// Slot bytes by namespace and region.
+    bytes: HashMap<(NsId, usize), u64>,
     /// Detached children of each node, which are not in its list of children.
     detached: HashMap<NodeId, Children>,
     /// Nodes that later entries mark as visible.
@@ -101,7 +103,10 @@ impl Residency {
         for (group, payload) in (0u8..).zip(node.payloads()) {
             for tier in Tier::ALL {
                 if payload.has_slot(tier) {
-                    sums.slots[self.region(id, tier).index()] += 1;
+                    let region = self.region(id, tier);
+                    sums.slots[region.index()] += 1;
+                    let bytes = self.slots(region).slot_bytes(self.class(id, region, group));
+                    *sums.bytes.entry((node.ns, region.index())).or_default() += bytes;
                 }
             }
             if payload.disk == DiskState::Queued {
@@ -332,15 +337,23 @@ impl Residency {
             "{region:?}: over capacity"
         );
         self.check_resizing(region)?;
+        for ns in 0..self.geometry.len() as NsId {
+            let expected = sums.bytes.get(&(ns, region.index()));
+            let counted = self.shares.bytes(ns, region.index());
+            ensure!(
+                counted == expected.copied().unwrap_or(0),
+                "{region:?}: {counted} bytes of namespace {ns}, payloads {expected:?}"
+            );
+        }
         let policies = match region {
             Region::Host => &self.host_policies,
             Region::Disk(device) => &self.disks[device.index()].policies,
         };
         for class in slots.classes() {
-            for (policy, is_leaf) in [(&policies.leaves, true), (&policies.optional, false)] {
+            for is_leaf in [true, false] {
                 let key = (region.index(), class, is_leaf);
                 let expected = sums.candidates.get(&key).copied().unwrap_or(0);
-                let known = policy.leaves(class);
+                let known = policies.count(is_leaf, class);
                 ensure!(
                     known == expected,
                     "{region:?} class {class}, leaves {is_leaf}: the policy knows {known} candidates of {expected}"

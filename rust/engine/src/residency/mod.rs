@@ -6,9 +6,10 @@
 //! - `slots`: a slot in the arena or on a directory is reserved, filled, written, freed;
 //! - `reach`: the consequences for lookups;
 //! - `hits`: the payloads that a hit or a pin needs, and the leases that keep them;
-//! - `placement`: whether new namespaces and blocks are taken in, and which payloads are evicted for room, or by age;
+//! - `placement`: whether new namespaces and blocks are taken in, and which payloads are evicted for room;
+//! - `tenants`: the shares of the tiers that namespaces keep;
 //! - `page_moves` moves pages between size classes, `resizing` follows the sizes that an operator sets;
-//! - `removal`: many nodes are removed in steps, by a pass over their ages, too, and bytes on disk are erased;
+//! - `removal`: many nodes are removed in steps, by a pass over their ages, too, or evicted by age, and bytes on disk are erased;
 //! - `recovery`: the blocks of a store are taken over.
 
 #[cfg(feature = "check")]
@@ -23,15 +24,17 @@ mod removal;
 mod resizing;
 mod slots;
 mod state;
+mod tenants;
 
 #[cfg(feature = "check")]
 pub(super) use check::LeaseCounts;
 pub(super) use hits::PromotionPlan;
-pub(super) use placement::UnusedCursor;
 pub(super) use progress::ClearTotals;
 pub use progress::Moves;
 pub(super) use recovery::{Adoption, FoundRecord};
-pub(super) use removal::Sweep;
+pub(super) use removal::{Sweep, UnusedCursor};
 pub use resizing::TierSize;
 pub(super) use slots::DiskRefusal;
 pub(super) use state::{Leaving, Region, Residency};
+pub use tenants::NamespaceUsage;
+pub(super) use tenants::TenantShare;

@@ -14,7 +14,7 @@ use undercroft_contract::tier::Tier;
 
 use crate::forest::{DiskState, HostState, NodeId};
 use crate::metrics::Counters;
-use crate::policy::Leaf;
+use crate::policy::{Leaf, Tenants};
 use crate::slots::{Class, Owner, Run, slot_offset};
 use crate::work;
 
@@ -117,9 +117,11 @@ impl Residency {
         region: Region,
         class: Class,
         own: Option<Leaf>,
+        kept: Tenants,
         counters: &mut Counters,
     ) -> bool {
         if !self.is_others(region, class, own.is_none()) {
+            self.page_move_mut(region).kept = kept;
             self.go_on_emptying(region, counters);
             let is_kept = self.slots(region).kept_for().is_some();
             if !is_kept && !self.is_emptying(region) && self.is_worth_a_search(region, class, own) {
@@ -161,6 +163,7 @@ impl Residency {
         let pause = slots.slots_per_page(class) as u64;
         let freed = self.freed[region.tier() as usize];
         let of = self.page_move(region);
+        let kept = of.kept;
         if others.is_empty() || of.visits == 0 {
             return false;
         }
@@ -170,7 +173,7 @@ impl Residency {
         }
         let mut others = others.into_iter();
         others.any(|other| {
-            let victim = self.victim(region, other);
+            let victim = self.victim(region, other, kept);
             victim.is_some_and(|leaf| leaf.last < own.last)
         })
     }
@@ -215,7 +218,8 @@ impl Residency {
         self.page_move_mut(region).next += OTHER_RUNS;
         let mut around = Vec::new();
         for other in others {
-            for leaf in self.policies(region).victims(other, CANDIDATES) {
+            let kept = self.page_move(region).kept;
+            for leaf in self.policies(region).victims(other, CANDIDATES, kept) {
                 let offset = self.slot_in(region, leaf.node, other);
                 around.extend(offset.map(|offset| self.slots(region).run_at(offset, class)));
             }
@@ -275,7 +279,7 @@ impl Residency {
 
     /// The loss that the eviction of a payload would cause: the sum of its bytes and of those that no lookup would reach
     /// without it, each multiplied with its worth. `lost` are the nodes that are out of reach already. `None` if the
-    /// payload must stay: it is in use, or a payload below, or there are too many below.
+    /// payload must stay: it is in use, or a payload below, or there are too many below, or its tenant keeps it.
     fn loss(
         &self,
         region: Region,
@@ -287,6 +291,9 @@ impl Residency {
         let node = self.node(id);
         let payload = node.payload(group);
         if self.is_used(id) || node.uses().holds > 0 || !payload.is_readable(tier) {
+            return None;
+        }
+        if self.page_move(region).kept.has(self.shares.of(node.ns)) {
             return None;
         }
         let bytes = self.slots(region).slot_bytes(self.class(id, region, group)) as f64;

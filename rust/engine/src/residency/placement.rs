@@ -1,5 +1,5 @@
 //! Room for new payloads: which namespaces fit, which blocks the policies admit, and which payloads are evicted when a
-//! region is full, or when they have been unused for long.
+//! region is full.
 //!
 //! A leaf is evicted with all its payloads. A node above other payloads of the tier loses only its optional
 //! payloads: blocks that have left their window, and states between boundaries.
@@ -17,7 +17,7 @@ use crate::forest::{
     DeviceIndex, DiskState, Evictability, HostState, NONE, NodeId, NsId, Payload, Touch, Uses,
 };
 use crate::metrics::Counters;
-use crate::policy::{Leaf, Policy, PolicyKind};
+use crate::policy::{Leaf, PolicyKind, Tenant, Tenants};
 use crate::slots::Class;
 use crate::work;
 
@@ -26,6 +26,10 @@ use super::state::{Geometry, Region, Residency, new_policy};
 
 /// Size classes of one node's payloads. Each lease needs them, so the usual few take no allocation.
 type Classes = SmallVec<[Class; 4]>;
+
+/// Candidates that one search moves to the sets of the tenants that they belong to by now. Beyond them, a candidate may
+/// be evicted although its tenant keeps it: the first evictions after a session has come or gone lose one in so many.
+const STRAYS_MAX: usize = 64;
 
 impl Residency {
     /// Size classes of the node's payloads for which `wanted` holds, each class once.
@@ -66,13 +70,17 @@ impl Residency {
         }
     }
 
-    fn candidates(&mut self, id: NodeId, tier: Tier, evictability: Evictability) -> &mut Policy {
-        let region = self.region(id, tier);
-        let policies = self.policies(region);
-        match evictability {
-            Evictability::OptionalPayloads => &mut policies.optional,
-            Evictability::Leaf | Evictability::Kept => &mut policies.leaves,
-        }
+    /// The node as a candidate of the policies, whose it is, and whether as a leaf.
+    fn candidate(&self, id: NodeId, evictability: Evictability) -> (bool, Tenant, Leaf) {
+        let node = self.node(id);
+        let Touch { last, hit_class } = node.touch();
+        let leaf = Leaf {
+            node: id,
+            last,
+            hit_class,
+        };
+        let is_leaf = evictability == Evictability::Leaf;
+        (is_leaf, self.shares.of(node.ns), leaf)
     }
 
     /// Removes a node from the candidates of both tiers. Called before a change of anything that
@@ -83,15 +91,16 @@ impl Residency {
     }
 
     fn withdraw_from(&mut self, id: NodeId, tier: Tier) {
-        let node = self.node(id);
-        let (evictability, last) = (node.evictability(tier), node.touch().last);
+        let evictability = self.node(id).evictability(tier);
         if evictability == Evictability::Kept {
             return;
         }
         let classes = self.candidate_classes(id, tier, evictability);
-        let policy = self.candidates(id, tier, evictability);
+        let (is_leaf, tenant, leaf) = self.candidate(id, evictability);
+        let region = self.region(id, tier);
         for class in classes {
-            let found = policy.remove_leaf(class, id, last);
+            let policies = self.policies(region);
+            let found = policies.remove(is_leaf, class, tenant, leaf);
             assert!(
                 found,
                 "node {id} is a candidate that the policy does not know"
@@ -148,51 +157,86 @@ impl Residency {
             let classes = self.candidate_classes(id, tier, evictability);
             let mut node = self.forest.node_mut(id);
             node.set_evictability(tier, evictability);
-            let leaf = Leaf {
-                node: id,
-                last: node.touch().last,
-                hit_class: node.touch().hit_class,
-            };
-            let policy = self.candidates(id, tier, evictability);
+            let (is_leaf, tenant, leaf) = self.candidate(id, evictability);
+            let region = self.region(id, tier);
             for class in classes {
-                policy.insert_leaf(class, leaf);
+                let policies = self.policies(region);
+                policies.insert(is_leaf, class, tenant, leaf);
             }
         }
     }
 
-    /// Makes room in a region for one slot of a size class, or more. False if nothing may be evicted, or if the caller
-    /// `waits` for a run of pages that is being emptied for the class.
+    /// Makes room in a region for one slot of a size class, or more, for a payload of `ns`. False if nothing may be
+    /// evicted, or if the caller `waits` for a run of pages that is being emptied for the class.
     ///
     /// Space moves between models by use: the class's own first candidate is evicted, unless a run of other
-    /// classes' pages is worth less.
+    /// classes' pages is worth less. A tenant that has no more than its share loses payloads only to its own.
     pub(super) fn make_room(
         &mut self,
         region: Region,
         class: Class,
+        ns: NsId,
         waits: bool,
         counters: &mut Counters,
     ) -> bool {
-        let own = self.victim(region, class);
-        let has_room = self.take_run(region, class, own, counters)
+        let (kept, tenant) = (self.kept(region), self.shares.of(ns));
+        let first = self.victim(region, class, kept);
+        let has_room = self.take_run(region, class, first, kept.without(tenant), counters)
             || !(waits && self.is_emptying_for(region, class))
-                && self.evict_own(region, class, counters);
+                && (self.evict_first(region, class, kept, counters)
+                    || kept.has(tenant)
+                        && self.evict_first(region, class, Tenants::all_but(tenant), counters));
         self.note_refusal(region, class, !has_room);
         has_room
     }
 
     /// Evicts the next candidate of a size class. False if there is none: the candidate may have been evicted with the
     /// payloads of a run.
-    fn evict_own(&mut self, region: Region, class: Class, counters: &mut Counters) -> bool {
-        let own = self.victim(region, class);
-        if let Some(own) = own {
-            self.evict(own.node, region.tier(), counters);
+    fn evict_first(
+        &mut self,
+        region: Region,
+        class: Class,
+        kept: Tenants,
+        counters: &mut Counters,
+    ) -> bool {
+        let first = self.victim(region, class, kept);
+        if let Some(first) = first {
+            self.evict(first.node, region.tier(), counters);
         }
-        own.is_some()
+        first.is_some()
     }
 
-    pub(super) fn victim(&mut self, region: Region, class: Class) -> Option<Leaf> {
+    /// The tenants that have no more than their shares of a region.
+    fn kept(&self, region: Region) -> Tenants {
+        match self.shares.has_any() {
+            true => {
+                let capacity = self.slots(region).capacity();
+                self.shares.kept(region.index(), capacity)
+            }
+            false => Tenants::default(),
+        }
+    }
+
+    /// The candidate of a size class to evict next, of the tenants that are not `kept`.
+    pub(super) fn victim(&mut self, region: Region, class: Class, kept: Tenants) -> Option<Leaf> {
         let tick = self.tick;
-        self.policies(region).victim(class, tick)
+        for _ in 0..STRAYS_MAX {
+            let (tenant, leaf) = self.policies(region).victim(class, tick, kept)?;
+            if !self.shares.has_any() {
+                return Some(leaf);
+            }
+            let evictability = self.node(leaf.node).evictability(region.tier());
+            let (is_leaf, home, leaf) = self.candidate(leaf.node, evictability);
+            if home == tenant {
+                return Some(leaf);
+            }
+            // The namespace has got its share, or lost it, since the node became a candidate.
+            let policies = self.policies(region);
+            policies.remove(is_leaf, class, tenant, leaf);
+            policies.insert(is_leaf, class, home, leaf);
+        }
+        let first = self.policies(region).victim(class, tick, kept);
+        first.map(|(_, leaf)| leaf)
     }
 
     /// Whether a node is a leaf of the arena that may be evicted.
@@ -380,6 +424,7 @@ impl Residency {
     /// Gives the index of a namespace without nodes to another namespace.
     pub(crate) fn replace_namespace(&mut self, ns: NsId, geometry: Geometry) {
         self.forest.replace_namespace(ns, geometry.spec.has_full());
+        self.shares.forget(ns);
         // The last nodes of the old namespace may have been freed before the removal reached them.
         self.forget_removal(ns);
         self.geometry[usize::from(ns)] = geometry;
@@ -490,7 +535,11 @@ impl Residency {
         hit_class: u8,
     ) -> bool {
         let (class, tick) = (self.class(id, region, group), self.tick);
-        self.slots(region).is_full(class) && self.policies(region).refuses(class, hit_class, tick)
+        let kept = self.kept(region);
+        // A tenant may have its share, whatever others' blocks are worth.
+        !kept.has(self.shares.of(self.node(id).ns))
+            && self.slots(region).is_full(class)
+            && (self.policies(region)).refuses(class, hit_class, tick, kept)
     }
 
     /// Adds a block below `parent` (`NONE`: a root), without payloads.
@@ -519,72 +568,5 @@ impl Residency {
             self.refresh(parent);
         }
         id
-    }
-}
-
-/// The cost of an eviction, in nodes that are looked at.
-const EVICTION_STEPS: usize = 16;
-
-/// The progress of the search over all nodes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct UnusedCursor {
-    /// Payloads whose last use was at this tick or before are evicted.
-    last: u64,
-    next: NodeId,
-    /// The parent of a node that was evicted, and the parent's epoch: the parent may be a leaf now.
-    above: Option<(NodeId, u32)>,
-}
-
-impl UnusedCursor {
-    pub(crate) fn new(last: u64) -> Self {
-        Self {
-            last,
-            next: 0,
-            above: None,
-        }
-    }
-
-    pub(crate) fn last(&self) -> u64 {
-        self.last
-    }
-}
-
-impl Residency {
-    /// Looks at `steps` nodes more, and evicts from disk the leaves among them that have been unused for too long.
-    /// Returns whether there are more nodes.
-    pub(crate) fn evict_unused(
-        &mut self,
-        cursor: &mut UnusedCursor,
-        steps: usize,
-        counters: &mut Counters,
-    ) -> bool {
-        let mut left = steps;
-        while left > 0 {
-            work::node();
-            left -= 1;
-            let above = cursor.above.take();
-            let above = above.filter(|&(id, epoch)| self.forest.is_live(id, epoch));
-            let id = above.map_or(cursor.next, |(id, _)| id);
-            if id as usize >= self.forest.ids_given() {
-                return false;
-            }
-            cursor.next += u32::from(above.is_none());
-            if !self.is_unused_since(id, cursor.last) {
-                continue;
-            }
-            left = left.saturating_sub(EVICTION_STEPS);
-            let parent = self.parent(id);
-            cursor.above = parent.map(|parent| (parent, self.node(parent).epoch));
-            self.evict(id, Tier::Disk, counters);
-        }
-        true
-    }
-
-    /// Whether a node is a leaf on disk that may be evicted, and that no request has used since a tick.
-    fn is_unused_since(&self, id: NodeId, tick: u64) -> bool {
-        self.forest.is_used(id) && {
-            let node = self.node(id);
-            node.evictability(Tier::Disk) == Evictability::Leaf && node.touch().last <= tick
-        }
     }
 }

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, VecDeque};
 use rustc_hash::FxHashSet;
 
 use crate::forest::{DeviceIndex, NodeId, NsId};
+use crate::policy::Tenants;
 use crate::slots::{Class, Owner, Run};
 
 /// The run of pages of one region that is being emptied, or is empty, for a size class.
@@ -27,6 +28,8 @@ pub(super) struct PageMove {
     pub(super) vain: u32,
     /// Nodes that the present entry may still look at.
     pub(super) visits: usize,
+    /// Tenants whose payloads stay, by the last search.
+    pub(super) kept: Tenants,
 }
 
 /// A run that is being emptied. It is closed: no slot of the run is allocated.

@@ -225,6 +225,7 @@ impl Residency {
             self.lose_claim(owner);
         }
         let owner = Owner { node: id, group };
+        let class = self.class(id, Region::Disk(device), group);
         let cell = self.disk_mut(device).claim(place, found.index, owner);
         adoption.set_seq(device, cell, record.seq);
         let mut node = self.forest.node_mut(id);
@@ -236,6 +237,7 @@ impl Residency {
         });
         let slots = node.slots(Tier::Disk) + 1;
         node.set_slots(Tier::Disk, slots);
+        self.count_bytes(id, Tier::Disk, class);
         Some(())
     }
 
@@ -289,6 +291,7 @@ impl Residency {
         if let Some(slot) = slot {
             let slots = node.slots(Tier::Disk) - 1;
             node.set_slots(Tier::Disk, slots);
+            self.uncount_bytes(id, Tier::Disk, class);
             self.disk_mut(device).unclaim(class, slot_offset(slot));
         }
     }

@@ -6,7 +6,7 @@
 
 use crate::forest::DeviceIndex;
 use crate::metrics::Counters;
-use crate::policy::Leaf;
+use crate::policy::{Leaf, Tenants};
 use crate::slots::{Class, Run};
 
 use super::progress::Resizing;
@@ -127,7 +127,7 @@ impl Residency {
             // Runs of the smallest pages in use are single pages, of whatever class.
             let order = free.unwrap_or_else(|| self.slots(region).least_order());
             let class = self.slots_mut(region).withholding(order);
-            if free.is_none() && !self.take_run(region, class, None, counters) {
+            if free.is_none() && !self.take_run(region, class, None, Tenants::default(), counters) {
                 self.note_refusal(region, class, true);
                 let is_emptying = self.is_emptying(region);
                 if !is_emptying && !self.evict_coldest(region, counters) {
@@ -156,7 +156,8 @@ impl Residency {
                 .collect();
             let victims = classes
                 .into_iter()
-                .filter_map(|class| self.victim(region, class));
+                // An operator's order makes each tier's shares smaller, too.
+                .filter_map(|class| self.victim(region, class, Tenants::default()));
             let Some(Leaf { node, .. }) = victims.min_by_key(|leaf| leaf.last) else {
                 return done > 0;
             };

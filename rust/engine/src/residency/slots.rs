@@ -64,7 +64,7 @@ impl Residency {
         });
         node.change_uses(|uses| uses.busy += 1);
         self.set_host_checksum(id, group, checksum);
-        self.slot_taken(id, Tier::Host);
+        self.slot_taken(id, Tier::Host, class);
         self.refresh(id);
         true
     }
@@ -95,7 +95,8 @@ impl Residency {
     ) -> Option<u64> {
         self.pin(owner.node);
         let mut offset = None;
-        while offset.is_none() && self.make_room(Region::Host, class, waits, counters) {
+        let ns = self.node(owner.node).ns;
+        while offset.is_none() && self.make_room(Region::Host, class, ns, waits, counters) {
             offset = self.host.alloc(class, owner);
         }
         let mut node = self.forest.node_mut(owner.node);
@@ -163,7 +164,7 @@ impl Residency {
         if was_readable {
             self.note_event(id, group, Tier::Host, false);
         }
-        self.slot_freed(id, Tier::Host, loss);
+        self.slot_freed(id, Tier::Host, class, loss);
         if self.node(id).is_host_chain() && self.node(id).requires(group) {
             self.clear_host_chain(id);
         }
@@ -223,7 +224,8 @@ impl Residency {
             payload.disk = DiskState::Writing;
             payload.disk_slot = slot_number(offset);
         });
-        self.slot_taken(id, Tier::Disk);
+        let class = self.class(id, Region::Disk(device), group);
+        self.slot_taken(id, Tier::Disk, class);
     }
 
     /// The write of a payload has succeeded: its record is to be written. The caller reconciles `id`.
@@ -287,11 +289,12 @@ impl Residency {
             self.note_event(id, group, Tier::Disk, false);
             self.erasures.failures += u64::from(is_unerased);
         }
-        self.slot_freed(id, Tier::Disk, loss);
+        self.slot_freed(id, Tier::Disk, class, loss);
     }
 
     /// Counts one more slot of a node in a tier.
-    pub(super) fn slot_taken(&mut self, id: NodeId, tier: Tier) {
+    fn slot_taken(&mut self, id: NodeId, tier: Tier, class: Class) {
+        self.count_bytes(id, tier, class);
         let was_active = self.forest.is_active(id, tier);
         let mut node = self.forest.node_mut(id);
         let slots = node.slots(tier) + 1;
@@ -307,8 +310,23 @@ impl Residency {
         }
     }
 
+    /// Counts the bytes of one more slot of a node's namespace.
+    pub(super) fn count_bytes(&mut self, id: NodeId, tier: Tier, class: Class) {
+        let (ns, region) = (self.node(id).ns, self.region(id, tier));
+        let bytes = self.slots(region).slot_bytes(class);
+        self.shares.slot_taken(ns, region.index(), bytes);
+    }
+
+    /// Ends the count of the bytes of a slot of a node's namespace.
+    pub(super) fn uncount_bytes(&mut self, id: NodeId, tier: Tier, class: Class) {
+        let (ns, region) = (self.node(id).ns, self.region(id, tier));
+        let bytes = self.slots(region).slot_bytes(class);
+        self.shares.slot_freed(ns, region.index(), bytes);
+    }
+
     /// Counts one slot fewer of a node in a tier.
-    fn slot_freed(&mut self, id: NodeId, tier: Tier, loss: Loss) {
+    fn slot_freed(&mut self, id: NodeId, tier: Tier, class: Class, loss: Loss) {
+        self.uncount_bytes(id, tier, class);
         self.freed[tier as usize] += 1;
         let mut node = self.forest.node_mut(id);
         let slots = node
@@ -517,7 +535,8 @@ impl Residency {
             if let Some(offset) = self.disk_mut(device).alloc(class, owner) {
                 return Some(offset);
             }
-            if !self.make_room(region, class, true, counters) {
+            let ns = self.node(id).ns;
+            if !self.make_room(region, class, ns, true, counters) {
                 return None;
             }
         }

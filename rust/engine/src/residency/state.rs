@@ -12,7 +12,7 @@ use undercroft_contract::tier::Tier;
 
 use crate::disk::Disk;
 use crate::forest::{DeviceIndex, Forest, NONE, NodeId, NodeRef, NsId};
-use crate::policy::{Policy, PolicyKind, TierPolicies};
+use crate::policy::{Policy, PolicyKind, Tenants, TierPolicies};
 use crate::slots::{Class, Slots, slot_offset};
 
 use super::super::changes::{Change, Changes};
@@ -20,6 +20,7 @@ use super::super::config::EngineConfig;
 use super::progress::{
     ClearTotals, Erasures, Moves, PageMove, Placeholders, Removals, Resizing, Rest,
 };
+use super::tenants::{NamespaceUsage, Shares, TenantShare};
 
 /// Bytes of a block, to estimate how many a tier holds, as a power of two.
 const BLOCK_BYTES_LOG2: u32 = 16;
@@ -55,6 +56,7 @@ pub(crate) struct Residency {
     pub(super) disks: Vec<Disk>,
     /// The payloads that each namespace has, by [`NsId`].
     pub(super) geometry: Vec<Geometry>,
+    pub(super) shares: Shares,
     /// The policies' time: one tick for each request.
     pub(super) tick: u64,
     /// Number of slots freed since the start, by tier. Those that wait for room compare this number.
@@ -97,6 +99,7 @@ impl Residency {
             host_policies: TierPolicies::new(policy),
             disks: Vec::new(),
             geometry: Vec::new(),
+            shares: Shares::default(),
             tick: 0,
             freed: [0, 0],
             queued_bytes: 0,
@@ -164,6 +167,27 @@ impl Residency {
     /// The description of a node's namespace.
     pub(crate) fn spec_of(&self, id: NodeId) -> &NamespaceSpec {
         self.spec(self.node(id).ns)
+    }
+
+    /// A namespace's share of the tiers, and its bytes there.
+    pub(crate) fn namespace_usage(&self, ns: NsId) -> NamespaceUsage {
+        let bytes = |region: Region| self.shares.bytes(ns, region.index());
+        NamespaceUsage {
+            tenant_share: self.shares.share(ns),
+            host_bytes: bytes(Region::Host),
+            disk_bytes: self.devices().map(Region::Disk).map(bytes).sum(),
+        }
+    }
+
+    /// Gives namespaces that sessions use the shares that they want, see [`Shares::settle`].
+    pub(crate) fn settle_shares(&mut self, wanted: &[TenantShare]) {
+        let regions = self.disks.iter().map(|disk| (disk.slots(), &disk.policies));
+        let regions = std::iter::once((&self.host, &self.host_policies)).chain(regions);
+        let mut with_candidates = Tenants::default();
+        for (slots, policies) in regions {
+            with_candidates = with_candidates.and(policies.with_candidates(slots.classes()));
+        }
+        self.shares.settle(wanted, with_candidates);
     }
 
     /// Tokens of a hash block of a namespace.

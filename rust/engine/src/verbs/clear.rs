@@ -89,6 +89,7 @@ impl Engine {
                 return;
             }
             self.sessions.move_all(ns, new);
+            self.settle_shares();
         } else {
             self.namespaces.vacate(ns, &mut self.residency);
         }

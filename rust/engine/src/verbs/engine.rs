@@ -2,6 +2,7 @@
 
 use undercroft_contract::error::RegisterError;
 use undercroft_contract::session::{BlockEvents, GiveUp, SessionSpec, TransferEnd};
+use undercroft_contract::tier::{TENANT_SHARE_WHOLE, TENANTS_MAX};
 
 use crate::disk::{DeviceReport, Disk, Health};
 use crate::forest::{NONE, NsId};
@@ -24,7 +25,7 @@ use super::super::pins::Pins;
 use super::super::planner::Planner;
 use super::super::promotions::{PromotionEnd, Promotions};
 use super::super::remote::Remote;
-use super::super::residency::{Moves, Residency};
+use super::super::residency::{Moves, Residency, TenantShare};
 use super::super::retention::Retention;
 use super::super::sessions::Sessions;
 use super::super::writeback::WriteBack;
@@ -202,7 +203,8 @@ impl Engine {
     /// Opens a session.
     ///
     /// # Errors
-    /// If the namespace makes no sense, or a payload is larger than a page of the arena or of a data file.
+    /// If the namespace makes no sense, a payload is larger than a page of the arena or of a data file, or its share does
+    /// not fit beside the shares of other namespaces.
     pub fn open_session(
         &mut self,
         spec: impl Into<SessionSpec>,
@@ -210,6 +212,9 @@ impl Engine {
         let spec = spec.into();
         let namespace = spec.namespace.clone();
         let used_s = self.unix_s();
+        // No other namespace is forgotten for a session that is refused.
+        let known = self.namespaces.shared(&namespace.digest());
+        self.check_share(known, spec.tenant_share)?;
         let is_unused = |ns| !self.sessions.uses(ns);
         let ns = self
             .namespaces
@@ -217,10 +222,36 @@ impl Engine {
         // Another namespace may have made room.
         self.end_outlived_flights();
         let session = self.sessions.open(ns, &spec);
+        self.settle_shares();
         if spec.private {
             self.make_private(session);
         }
         Ok(session)
+    }
+
+    /// Whether the shares of all namespaces with sessions fit the tiers if a session of `ns` wants a share.
+    fn check_share(&self, ns: Option<NsId>, asked: u16) -> Result<(), RegisterError> {
+        let shares = self.sessions.shares();
+        let others = shares
+            .iter()
+            .filter(|&(&of, &share)| Some(of) != ns && share > 0);
+        let (count, others) =
+            others.fold((0, 0), |(count, sum), (_, share)| (count + 1, sum + share));
+        let left = TENANT_SHARE_WHOLE.saturating_sub(others);
+        if asked > 0 && (asked > left || count >= TENANTS_MAX) {
+            return Err(RegisterError::ShareTooLarge { asked, others });
+        }
+        Ok(())
+    }
+
+    /// Gives each namespace the greatest share of its sessions. Called when a session has come, or has got another
+    /// namespace.
+    pub(super) fn settle_shares(&mut self) {
+        let wanted = self.sessions.shares().into_iter();
+        let wanted: Vec<TenantShare> = wanted
+            .map(|(ns, share)| TenantShare { ns, share })
+            .collect();
+        self.residency.settle_shares(&wanted);
     }
 
     /// Seconds since 1970.

@@ -32,6 +32,7 @@ impl Engine {
         if !self.namespaces.is_private(new) {
             self.separate(session, new);
         }
+        self.settle_shares();
         self.end_outlived_flights();
         true
     }
@@ -44,6 +45,7 @@ impl Engine {
         if let Some(ns) = ns.filter(|&ns| !self.namespaces.is_private(ns)) {
             self.end_lookups(session);
             self.separate(session, ns);
+            self.settle_shares();
         }
     }
 
@@ -78,6 +80,7 @@ impl Engine {
             let state = state.expect("the session was found above");
             (state.ns, state.is_barred) = (new, false);
             self.leave_namespace(old);
+            self.settle_shares();
         }
     }
 

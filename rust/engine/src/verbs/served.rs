@@ -8,6 +8,7 @@ use crate::forest::{NONE, NodeId};
 
 use super::super::fetch::LastAnswer;
 use super::super::ids::{RequestId, SessionId, id_of};
+use super::super::residency::NamespaceUsage;
 use super::engine::Engine;
 
 /// The places of the payloads of a hit, listed from the end of the hit to its beginning.
@@ -257,6 +258,7 @@ impl Engine {
             hits: state.totals.hits,
             loaded_bytes: state.totals.loaded_bytes,
             saved_bytes: state.totals.saved_bytes,
+            namespace: self.residency.namespace_usage(state.ns),
         }
     }
 }
@@ -284,4 +286,6 @@ pub struct SessionUsage {
     pub loaded_bytes: u64,
     /// Bytes of the saves that have succeeded since the session was opened.
     pub saved_bytes: u64,
+    /// What the session's namespace has, with all of its sessions.
+    pub namespace: NamespaceUsage,
 }

@@ -380,6 +380,7 @@ impl Service {
                 namespace,
                 dropped_tokens,
                 private,
+                tenant_share,
             } => {
                 if self.clients.len() + RESERVED >= self.connections_max.max(2 * RESERVED) {
                     return Err(End::Refused);
@@ -390,6 +391,7 @@ impl Service {
                     private,
                     // A client begins the load of a prefetch's hit without asking again.
                     leases_prefetches: true,
+                    tenant_share,
                 };
                 let (token, reply) = self.sessions.register(spec, caller, &(self.served.info)());
                 if let Some(token) = token {

@@ -214,6 +214,7 @@ fn who_says_nothing_or_half_of_a_frame_is_left_and_a_session_that_is_idle_is_not
         namespace: NamespaceSpec::uniform("{}", 16, &[(GroupKind::Full, 4096)]),
         dropped_tokens: Tokens(0),
         private: false,
+        tenant_share: 0,
     });
     let ping = frame_of(&ClientMessage::Ping);
     let session = || {

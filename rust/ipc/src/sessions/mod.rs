@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use undercroft_contract::session::{SessionSpec, SessionToken, TransferEnd};
+use undercroft_contract::tier::TENANT_SHARE_WHOLE;
 use undercroft_driver::{Driver, EngineAccess};
 use undercroft_engine::{SessionId, SessionUsage};
 
@@ -354,6 +355,8 @@ impl SessionReport {
             "held_bytes": self.held_bytes,
             "answered": usage.answered, "hits": usage.hits,
             "loaded_bytes": usage.loaded_bytes, "saved_bytes": usage.saved_bytes,
+            "tenant_share": f64::from(usage.namespace.tenant_share) / f64::from(TENANT_SHARE_WHOLE),
+            "host_bytes": usage.namespace.host_bytes, "disk_bytes": usage.namespace.disk_bytes,
         })
     }
 }

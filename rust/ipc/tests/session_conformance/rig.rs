@@ -208,6 +208,7 @@ impl SessionRig {
         let config = ClientConfig {
             namespace: spec.namespace,
             dropped_tokens: spec.dropped_tokens,
+            tenant_share: spec.tenant_share,
             deadline: PATIENCE,
             spin: PATIENCE,
         };

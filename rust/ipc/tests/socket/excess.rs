@@ -35,6 +35,7 @@ fn register(namespace: NamespaceSpec) -> ClientMessage<'static> {
         namespace,
         dropped_tokens: Tokens(0),
         private: false,
+        tenant_share: 0,
     }
 }
 

@@ -352,6 +352,7 @@ fn a_namespace_that_cannot_be_served_is_refused_with_the_reason() {
         namespace,
         dropped_tokens: Tokens(0),
         private: false,
+        tenant_share: 0,
     });
     match raw.hear() {
         Some(ServerMessage::Refused { reason }) => {

@@ -284,6 +284,7 @@ fn impossible_numbers_in_messages_harm_no_other_client() {
         },
         dropped_tokens: Tokens(TOKENS),
         private: false,
+        tenant_share: 0,
     };
     for seed in 0..500 {
         let mut numbers = Numbers {

@@ -169,6 +169,7 @@ pub(crate) fn register() -> ClientMessage<'static> {
         namespace: spec(),
         dropped_tokens: Tokens(0),
         private: false,
+        tenant_share: 0,
     }
 }
 

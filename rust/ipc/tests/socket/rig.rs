@@ -124,6 +124,7 @@ pub(crate) fn patient_client(socket: &Path, deadline: Duration) -> Client {
     let config = ClientConfig {
         namespace: spec(),
         dropped_tokens: Tokens(0),
+        tenant_share: 0,
         deadline,
         spin: deadline,
     };

@@ -9,6 +9,8 @@ use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
 use undercroft_engine::{Due, Engine, EngineConfig, Room, SessionId, Started};
 
+mod tenants;
+
 const TOKENS: u32 = 16;
 const MIB: u64 = 1 << 20;
 const SEEDS: u64 = 16;
