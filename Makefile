@@ -74,7 +74,7 @@ wheel: $(DEPS) | cargo  ## Build the wheels to install elsewhere into dist/: und
 	@$(UV_ENV); $(COMMIT); maturin build --release --out dist $(WHEEL_ARGS)
 	@$(UV_ENV); maturin build --release --out dist $(WHEEL_ARGS) --manifest-path rust/pyo3-bench/Cargo.toml
 
-# `make release-check RELEASE_ARGS='--native'` without Zig, for this machine's glibc alone.
+# `make release-check RELEASE_ARGS='--native'` without Zig, for this machine's processor and glibc alone.
 RELEASE_ARGS ?=
 
 .PHONY: release-check

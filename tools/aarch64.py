@@ -21,7 +21,7 @@ KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 PYTHON_PACKAGES = ("maturin>=1.9.4,<2", "ziglang>=0.13")
 RUNTIME = ("qemu-user", "libc6:arm64", "libgcc-s1:arm64", "python3:arm64")
 COMPILER = ("rustc-web", "libstd-rust-web-dev", "libstd-rust-web-dev:arm64")
-"""What Debian builds browsers with: the release's own compiler is older than the one that undercroft needs, and in
+"""Those with which Debian builds browsers: the release's own compiler is older than the one that undercroft needs. In
 backports the versions for two processors differ at times, while a security suite has all of them or none."""
 
 

