@@ -31,7 +31,12 @@ impl Lru {
     }
 
     pub(super) fn victim(&self, set: usize) -> Option<Leaf> {
-        self.victims(set).next()
+        let (&(last, node), &hit_class) = self.sets.get(set)?.first_key_value()?;
+        Some(Leaf {
+            node,
+            last,
+            hit_class,
+        })
     }
 
     /// The leaves of a set, in the order of their eviction.

@@ -87,10 +87,10 @@ impl TierPolicies {
         tenant: Tenant,
         leaf: Leaf,
     ) -> bool {
-        let others = (0..self.tenants).filter(|&other| other != tenant);
-        let mut tenants = std::iter::once(tenant).chain(others);
+        let tenants = self.tenants;
         let policy = self.policy(is_leaf);
-        tenants.any(|tenant| policy.remove_leaf(set(class, tenant), leaf.node, leaf.last))
+        policy.remove_leaf(set(class, tenant), leaf.node, leaf.last)
+            || (0..tenants).any(|of| policy.remove_leaf(set(class, of), leaf.node, leaf.last))
     }
 
     /// The candidate of size class `class` to evict next, and its tenant: of the policy's leaf and the oldest node with
@@ -103,18 +103,29 @@ impl TierPolicies {
     ) -> Option<(Tenant, Leaf)> {
         let mut first: Option<(Tenant, Leaf)> = None;
         for tenant in (0..self.tenants).filter(|&tenant| !kept.has(tenant)) {
-            let leaf = self.leaves.victim(set(class, tenant), tick);
-            let optional = self.optional.victim(set(class, tenant), tick);
-            let own = match (leaf, optional) {
-                (Some(leaf), Some(optional)) if leaf.last < optional.last => Some(leaf),
-                (leaf, optional) => optional.or(leaf),
+            let Some(own) = self.first(set(class, tenant), tick) else {
+                continue;
             };
-            let Some(own) = own else { continue };
             if first.is_none_or(|(_, first)| self.leaves.is_before(&own, &first, tick)) {
                 first = Some((tenant, own));
             }
         }
         first
+    }
+
+    /// The candidate of a set to evict next.
+    fn first(&mut self, set: usize, tick: u64) -> Option<Leaf> {
+        let leaf = self.leaves.victim(set, tick);
+        let optional = self.optional.victim(set, tick);
+        match (leaf, optional) {
+            (Some(leaf), Some(optional)) if leaf.last < optional.last => Some(leaf),
+            (leaf, optional) => optional.or(leaf),
+        }
+    }
+
+    /// The candidate of size class `class` to evict next where no namespace has a share.
+    pub(crate) fn only_victim(&mut self, class: Class, tick: u64) -> Option<Leaf> {
+        self.first(set(class, 0), tick)
     }
 
     /// From each set of the tenants that are not `kept`, up to `count` candidates of size class `class` that may be
@@ -136,11 +147,13 @@ impl TierPolicies {
         tick: u64,
         kept: Tenants,
     ) -> bool {
+        if !self.leaves.touches_every_block() {
+            return false;
+        }
         let mut tenants = (0..self.tenants).filter(|&tenant| !kept.has(tenant));
         let has_optional =
             tenants.any(|tenant| self.optional.victim(set(class, tenant), tick).is_some());
         !has_optional
-            && self.leaves.touches_every_block()
             && self
                 .victim(class, tick, kept)
                 .is_some_and(|(_, victim)| !self.leaves.admit(hit_class, &victim, tick))

@@ -181,29 +181,26 @@ impl Residency {
     ) -> bool {
         let (kept, tenant) = (self.kept(region), self.shares.of(ns));
         let first = self.victim(region, class, kept);
+        let freed = self.freed[region.tier() as usize];
         let has_room = self.take_run(region, class, first, kept.without(tenant), counters)
-            || !(waits && self.is_emptying_for(region, class))
-                && (self.evict_first(region, class, kept, counters)
-                    || kept.has(tenant)
-                        && self.evict_first(region, class, Tenants::all_but(tenant), counters));
+            || !(waits && self.is_emptying_for(region, class)) && {
+                // The candidate may have been evicted with the payloads of a run.
+                let first = match self.freed[region.tier() as usize] == freed {
+                    true => first,
+                    false => self.victim(region, class, kept),
+                };
+                let own = Tenants::all_but(tenant);
+                let first = first.or_else(|| match kept.has(tenant) {
+                    true => self.victim(region, class, own),
+                    false => None,
+                });
+                if let Some(first) = first {
+                    self.evict(first.node, region.tier(), counters);
+                }
+                first.is_some()
+            };
         self.note_refusal(region, class, !has_room);
         has_room
-    }
-
-    /// Evicts the next candidate of a size class. False if there is none: the candidate may have been evicted with the
-    /// payloads of a run.
-    fn evict_first(
-        &mut self,
-        region: Region,
-        class: Class,
-        kept: Tenants,
-        counters: &mut Counters,
-    ) -> bool {
-        let first = self.victim(region, class, kept);
-        if let Some(first) = first {
-            self.evict(first.node, region.tier(), counters);
-        }
-        first.is_some()
     }
 
     /// The tenants that have no more than their shares of a region.
@@ -220,11 +217,11 @@ impl Residency {
     /// The candidate of a size class to evict next, of the tenants that are not `kept`.
     pub(super) fn victim(&mut self, region: Region, class: Class, kept: Tenants) -> Option<Leaf> {
         let tick = self.tick;
+        if !self.shares.has_any() {
+            return self.policies(region).only_victim(class, tick);
+        }
         for _ in 0..STRAYS_MAX {
             let (tenant, leaf) = self.policies(region).victim(class, tick, kept)?;
-            if !self.shares.has_any() {
-                return Some(leaf);
-            }
             let evictability = self.node(leaf.node).evictability(region.tier());
             let (is_leaf, home, leaf) = self.candidate(leaf.node, evictability);
             if home == tenant {
