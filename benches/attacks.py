@@ -45,7 +45,7 @@ def frame(body: bytes, kind: int = 3) -> bytes:
 
 def register(model: bytes = b"a model", kind: int = 0) -> bytes:
     group = bytes([kind]) + varint(16) + varint(PAYLOAD)
-    return frame(b"\0" + text(model) + varint(16) + varint(16) + b"\1" + group + b"\0\0")
+    return frame(b"\0" + text(model) + varint(16) + varint(16) + b"\1" + group + b"\0\0\0")
 
 
 def hashes(known: int, length: int, data: bytes) -> bytes:

@@ -89,13 +89,17 @@ def test_nothing_is_left_of_clients_that_end_hang_up_or_are_killed(tmp_path: Pat
                 client.wait()
         after = server.status()
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
-        while any(after["stats"][name] for name in LEFT_OVER) and time.monotonic() < deadline:
+        # The connections of killed clients, and of the calls before, end in their own time.
+        most = before["server"]["descriptors"]
+        while time.monotonic() < deadline and (
+            any(after["stats"][name] for name in LEFT_OVER) or after["server"]["descriptors"] > most
+        ):
             after = server.status()
         print(f"{killed} clients killed; the last ones: {dict(done)}; server: {after['server']}")
         assert {name: after["stats"][name] for name in LEFT_OVER} == dict.fromkeys(LEFT_OVER, 0)
         assert after["sessions"] == []
         assert after["server"]["connections"] == before["server"]["connections"]
-        assert after["server"]["descriptors"] <= before["server"]["descriptors"]
+        assert after["server"]["descriptors"] <= most
         assert after["server"]["malformed"] > 0
         assert after["stats"]["checksum_failures"] == 0
         assert all(done[name] for name in ("prefetch", "lookup", "hit", "load", "save", "checked")), "it was no soak"

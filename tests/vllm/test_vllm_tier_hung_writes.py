@@ -32,12 +32,14 @@ def started(engine: Make, model: Path, filesystem: Path) -> Engine:
     return engine(model, options, **OFFLOADING)
 
 
-def seconds(one: Engine, reference: References, ids: list[int], cached: int) -> float:
-    """The time of a prompt's right answer, with so many tokens from a cache. Saves may still wait afterwards."""
+def seconds(one: Engine, reference: References, ids: list[int], *cached: int) -> float:
+    """The time of a prompt's right answer, with one of these numbers of tokens from a cache. Saves may still wait
+    afterwards."""
     began = time.monotonic()
     answer = one.generate(ids, TOKENS)
     took = time.monotonic() - began
-    assert (answer.cached, answer.tokens) == (cached, reference(ids))
+    assert answer.tokens == reference(ids)
+    assert answer.cached in cached
     while one.device_blocks_in_use():
         one.core.step_fn()
     assert one.reset_device_cache()
@@ -55,10 +57,8 @@ def test_no_request_waits_for_writes_that_hang(
         usual = time.monotonic() - began
         with frozen(filesystem):
             took = [seconds(one, reference, ids, 0) for ids in CROWD[3:]]
-            # The directory is still read.
-            reads = stats(one)["disk_reads"]
-            took += [seconds(one, reference, ids, 896) for ids in KEPT]
-            assert stats(one)["disk_reads"] > reads
+            # A directory in which nothing has ended for a second is not read, either.
+            took += [seconds(one, reference, ids, 0, 896) for ids in KEPT]
             assert health(one) == "stalled"
         assert max(took) < 2 + usual, took
         hits(one, reference, LONG, 0)

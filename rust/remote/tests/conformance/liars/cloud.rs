@@ -240,10 +240,9 @@ fn serves(lie: impl Fn(&mut TcpStream, &Request) -> Result<()> + Send + Sync + '
 fn redirects(port: u16) -> Serve {
     serves(move |client, _| {
         let to = format!("location: http://127.0.0.1:{port}/bucket/stolen");
-        write!(
-            client,
-            "HTTP/1.1 307 x\r\n{to}\r\ncontent-length: 0\r\n\r\n"
-        )
+        // The connection ends: a client that used it again would sometimes find it closed.
+        let head = "HTTP/1.1 307 x\r\ncontent-length: 0\r\nconnection: close";
+        write!(client, "{head}\r\n{to}\r\n\r\n")
     })
 }
 
