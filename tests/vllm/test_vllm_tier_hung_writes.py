@@ -64,7 +64,7 @@ def test_no_request_waits_for_writes_that_hang(
         hits(one, reference, LONG, 0)
         one.close()
         second = started(engine, llama, filesystem)
-        # What was saved before the writes hung, and afterwards.
+        # The chunks saved before the writes hung, and afterwards.
         for ids in (*KEPT, LONG):
             hits(second, reference, ids, 896)
         for ids in CROWD[3:]:

@@ -286,6 +286,6 @@ pub struct SessionUsage {
     pub loaded_bytes: u64,
     /// Bytes of the saves that have succeeded since the session was opened.
     pub saved_bytes: u64,
-    /// What the session's namespace has, with all of its sessions.
+    /// The share and bytes of the session's namespace, those of all its sessions together.
     pub namespace: NamespaceUsage,
 }
