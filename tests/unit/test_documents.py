@@ -85,6 +85,7 @@ FOREIGN_FLAGS = {
     "--data-parallel-rank",
     "--data-parallel-size",
     "--enable-prompt-tokens-details",
+    "--enable-expert-parallel",
     "--enable-return-routed-experts",
     "--enforce-eager",
     "--gpu-memory-utilization",

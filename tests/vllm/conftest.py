@@ -40,6 +40,14 @@ def llama_with_tokenizer(model_root: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def mixtral(model_root: Path) -> Path:
+    """Directory of a model with experts, and with a tokenizer."""
+    from tiny_models import make_mixtral
+
+    return make_mixtral(model_root / "mixtral")
+
+
+@pytest.fixture(scope="session")
 def gemma2(model_root: Path) -> Path:
     """Directory of a model with a sliding window group and a full attention group."""
     from tiny_models import make_gemma2

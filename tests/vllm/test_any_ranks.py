@@ -14,7 +14,9 @@ import torch
 from connector_engine import BLOCK, LONG, OTHER, core, settled
 from hybrid_engine import Model
 from real_engine import Engine, Generation, prompt
-from test_remote import until
+from served_client import until
+from test_engine_with_server import PATIENT, at_rest
+from test_remote import until as until_stats
 from tiny_models import Shape, make_llama
 from undercroft import _core
 from undercroft.log import logger
@@ -28,10 +30,11 @@ HELD = len(LONG) // BLOCK * BLOCK
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts an engine of a model with so many ranks, on the test's one directory."""
+    # vLLM reads this once while any engine lives, and takes as many places as there are ranks.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join("01" * 4))
     started: list[Engine] = []
 
     def start(model: Path, ranks: int, options: dict[str, Any] | None = None, **arguments: Any) -> Engine:
-        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(rank % 2) for rank in range(ranks)))
         sizes = {"max_model_len": 2048, "blocks": 64, **arguments}
         if ranks > 1:
             sizes |= {"executor": "mp", "tensor_parallel_size": ranks}
@@ -128,7 +131,7 @@ def test_four_and_eight_ranks_share_a_remote_store_with_one(start: Start, heads_
             settled(running)
         stats = core(running).stats()
         assert (stats["remote_hit_tokens"], stats["remote_corrupt"]) == (len(stored) * 4 * BLOCK, 0)
-        until(running, lambda stats: stats["remote_put_queue_segments"] == 0)
+        until_stats(running, lambda stats: stats["remote_put_queue_segments"] == 0)
         assert (core(running).stats()["remote_puts"] > 0) == (ranks not in stored), ranks
         running.close()
 
@@ -186,52 +189,102 @@ def server(tmp_path: Path) -> Iterator[Any]:
     started.close()
 
 
+def through(server: Any) -> dict[str, Any]:
+    return {"server": f"unix://{server.arena.socket}", **PATIENT}
+
+
 def test_engines_of_one_rank_and_of_two_use_one_server_at_a_time(server: Any, start: Start, heads_8: Path) -> None:
-    options = {"server": f"unix://{server.arena.socket}", "server_timeout_ms": 30_000, "lookup_spin_us": 100_000}
-    two, one = start(heads_8, 2, options), start(heads_8, 1, options)
-    same = Model("llama", heads_8, "float32", BLOCK, 0).same
-    for seed in range(4):
-        ids = prompt(4 * BLOCK + 1, seed + 20)
+    options = through(server)
+    take_turns(start(heads_8, 2, options), start(heads_8, 1, options), server, heads_8)
+
+
+def test_ranks_that_divide_the_experts_share_with_one_that_has_all(server: Any, start: Start, mixtral: Path) -> None:
+    options, extended = through(server), {"worker_extension_cls": "cpu_experts.Experts"}
+    two = start(mixtral, 2, options, enable_expert_parallel=True, **extended)
+    one = start(mixtral, 1, options, **extended)
+    held = [running.core.model_executor.collective_rpc("experts_held") for running in (two, one)]
+    assert held == [[2, 2], [4]]
+    take_turns(two, one, server, mixtral)
+
+
+def take_turns(two: Engine, one: Engine, server: Any, model: Path) -> None:
+    """Each computes two of four prompts, and loads those of the other."""
+    same = Model("", model, "float32", BLOCK, 0).same
+    for seed in range(20, 24):
+        ids = prompt(4 * BLOCK + 1, seed)
         order = (one, two) if seed % 2 else (two, one)
         computed, loaded = (running.generate(ids, 16, logprobs=5) for running in settling(*order, server))
         assert (computed.cached, loaded.cached) == (0, 4 * BLOCK), seed
         assert same(computed, loaded), seed
 
 
-@pytest.mark.slow
-def test_engines_of_one_four_and_eight_ranks_use_one_server_while_all_are_alive(
-    server: Any, start: Start, heads_8: Path
-) -> None:
-    """At a time, each saves a prompt of its own, and then each loads those of both others."""
-    options = {"server": f"unix://{server.arena.socket}", "server_timeout_ms": 30_000, "lookup_spin_us": 100_000}
-    engines = {ranks: start(heads_8, ranks, options) for ranks in (8, 4, 1)}
-    same = Model("llama", heads_8, "float32", BLOCK, 0).same
-
-    def asked(ranks: int, *seeds: int) -> list[Generation]:
-        return [engines[ranks].generate(prompt(4 * BLOCK + 1, seed), 16, logprobs=5) for seed in seeds]
-
-    with ThreadPoolExecutor(len(engines)) as threads:
-        own = list(threads.map(asked, engines, engines))
-        for running in engines.values():
-            running.idle_steps()
-        assert server.flush(30.0)
-        others = {ranks: [seed for seed in engines if seed != ranks] for ranks in engines}
-        loaded = list(threads.map(lambda ranks: asked(ranks, *others[ranks]), engines))
-    computed = {ranks: answer for ranks, [answer] in zip(engines, own, strict=True)}
-    assert [answer.cached for answer in computed.values()] == [0, 0, 0]
-    for ranks, answers in zip(engines, loaded, strict=True):
-        for seed, answer in zip(others[ranks], answers, strict=True):
-            assert (answer.cached, same(answer, computed[seed])) == (4 * BLOCK, True), (ranks, seed)
-    stats = server.stats()
-    assert (stats["loads"], stats["saves"], stats["checksum_failures"]) == (0, 0, 0)
-
-
 def settling(first: Engine, second: Engine, server: Any) -> Iterator[Engine]:
     """Each engine, whose saves then end before the next is used."""
     for running in (first, second):
         yield running
-        running.idle_steps()
-        assert server.flush(30.0)
+        at_rest(running, server)
+
+
+@pytest.mark.slow
+def test_engines_of_one_four_and_eight_ranks_use_one_server_while_all_are_alive(
+    server: Any, start: Start, heads_8: Path
+) -> None:
+    engines = {ranks: start(heads_8, ranks, through(server)) for ranks in (8, 4, 1)}
+    computed = own_prompts(engines, server)
+    prompts_of_others(engines, server, computed, heads_8)
+
+
+@pytest.mark.slow
+def test_engines_of_one_two_and_four_ranks_live_on_one_directory(start: Start, heads_8: Path, tmp_path: Path) -> None:
+    engines = {ranks: start(heads_8, ranks, on_disk(tmp_path) | PATIENT) for ranks in (2, 4, 1)}
+    assert [core(running).is_shared for running in engines.values()] == [False, True, True]
+    owner = core(engines[2])
+    computed = own_prompts(engines, owner)
+    prompts_of_others(engines, owner, computed, heads_8)
+
+    # The owner's host memory ends with it. Its vLLM stays: the end of its workers would break the engine of one rank.
+    engines.pop(2)
+    owner.close()
+    left = [core(running) for running in engines.values()]
+    until("one has taken over", lambda: any(engine.took_over for engine in left))
+    until("both are attached", lambda: all(engine.connection()[0] == "up" for engine in left))
+    [heir] = [engine for engine in left if engine.took_over]
+    for running in engines.values():
+        assert running.reset_device_cache()
+    prompts_of_others(engines, heir, computed, heads_8)
+    assert heir.stats()["disk_reads"] >= 4 * len(computed)
+    [_] = _core.inspect(on_disk(tmp_path)["disk_path"])["namespaces"]
+
+
+def own_prompts(engines: dict[int, Engine], owner: Any) -> dict[int, Generation]:
+    """At a time, each engine computes a prompt of its own, whose blocks are then saved."""
+    found = at_a_time(engines, owner, {ranks: [ranks] for ranks in engines})
+    computed = {ranks: answer for ranks, [answer] in found.items()}
+    assert [answer.cached for answer in computed.values()] == [0] * len(engines)
+    return computed
+
+
+def prompts_of_others(engines: dict[int, Engine], owner: Any, computed: dict[int, Generation], model: Path) -> None:
+    """At a time, each engine loads the prompts of all others."""
+    same = Model("", model, "float32", BLOCK, 0).same
+    others = {ranks: [seed for seed in computed if seed != ranks] for ranks in engines}
+    for ranks, loaded in at_a_time(engines, owner, others).items():
+        for seed, answer in zip(others[ranks], loaded, strict=True):
+            assert (answer.cached, same(answer, computed[seed])) == (4 * BLOCK, True), (ranks, seed)
+    assert owner.stats()["checksum_failures"] == 0
+
+
+def at_a_time(engines: dict[int, Engine], owner: Any, seeds: dict[int, list[int]]) -> dict[int, list[Generation]]:
+    """The answers of all engines to their prompts, of whole blocks and a token; all is then saved."""
+
+    def answered(ranks: int) -> list[Generation]:
+        return [engines[ranks].generate(prompt(4 * BLOCK + 1, seed), 16, logprobs=5) for seed in seeds[ranks]]
+
+    with ThreadPoolExecutor(len(engines)) as threads:
+        found = dict(zip(engines, threads.map(answered, engines), strict=True))
+    for running in engines.values():
+        at_rest(running, owner)
+    return found
 
 
 def test_states_are_shared_with_as_many_ranks_only(

@@ -200,6 +200,32 @@ def make_deepseek(directory: Path) -> Path:
     return _once(directory, write)
 
 
+def make_mixtral(directory: Path) -> Path:
+    """A Mixtral model with a tokenizer: each token goes to two of four experts in each layer."""
+
+    def write() -> None:
+        s = Shape()
+        experts, inner = 4, 128
+        config = _llama_config(s, "MixtralForCausalLM", "mixtral") | {
+            "intermediate_size": inner,
+            "num_local_experts": experts,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+        }
+        tensors = {name: one for name, one in _llama_weights(s).items() if ".mlp." not in name}
+        for prefix in (f"model.layers.{layer}.block_sparse_moe" for layer in range(s.layers)):
+            sizes = {"gate": (experts, s.hidden)}
+            for expert in range(experts):
+                sizes |= {f"experts.{expert}.{name}": (inner, s.hidden) for name in ("w1", "w3")}
+                sizes[f"experts.{expert}.w2"] = (s.hidden, inner)
+            for name, (rows, columns) in sizes.items():
+                tensors[f"{prefix}.{name}.weight"] = torch.randn(rows, columns) / math.sqrt(columns)
+        _write(directory, config, tensors)
+        _write_tokenizer(directory, s.vocab)
+
+    return _once(directory, write)
+
+
 def make_lfm2(directory: Path, shape: Shape | None = None) -> Path:
     """An LFM2 model: a group of short convolutions (one state, of two tokens) and one of full attention."""
 
@@ -354,6 +380,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "eagle": make_eagle,
     "mtp": make_mtp,
     "qwen3_next": make_qwen3_next,
+    "mixtral": make_mixtral,
     "lfm2": make_lfm2,
     "llava": make_llava,
 }
