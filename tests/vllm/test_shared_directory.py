@@ -22,6 +22,7 @@ PROMPTS = [prompt(897, seed=90 + seed) for seed in range(3)]
 HIT = 896
 BLOCK = 128
 SMALL = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", "128", "--max-num-seqs", "4")
+EXPERTS = ("--enable-expert-parallel", "--worker-extension-cls", "cpu_experts.Experts")
 
 
 def options(tmp_path: Path) -> dict[str, Any]:
@@ -79,14 +80,22 @@ def test_two_servers_share_a_directory_and_one_takes_it_over(
         assert "this process now owns the directory" in (tmp_path / "second.log").read_text()
 
 
+@pytest.mark.parametrize(("name", "arguments"), [("llama_with_tokenizer", ()), ("mixtral", EXPERTS)])
 def test_data_parallel_ranks_share_one_cache(
-    llama_with_tokenizer: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    arguments: tuple[str, ...],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # vLLM 0.33 gives each rank a memory node of its own, and does not start where there is one; unless this is set.
     monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "0")
-    expected = [reference(ids, TOKENS) for ids in PROMPTS]
-    ranks = ("--data-parallel-size", "2", *SMALL)
-    with start_server(llama_with_tokenizer, tmp_path / "server.log", options(tmp_path), *ranks) as client:
+    model = request.getfixturevalue(name)
+    plain = Reference(model)
+    expected = [plain(ids, TOKENS) for ids in PROMPTS[:2]]
+    plain.close()
+    ranks = ("--data-parallel-size", "2", *arguments, *SMALL)
+    with start_server(model, tmp_path / "server.log", options(tmp_path), *ranks) as client:
         assert sizes_at_start(tmp_path / "server.log") == ["64 MiB", "64 MiB"], "the second is the first one's"
         assert "shared with the engine at" in (tmp_path / "server.log").read_text()
         for number, ids in enumerate(PROMPTS[:2]):
