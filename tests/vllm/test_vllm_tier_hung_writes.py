@@ -73,6 +73,28 @@ def test_no_request_waits_for_writes_that_hang(
         second.close()
 
 
+def test_writes_that_hang_hold_up_no_end(engine: Make, llama: Path, reference: References, tmp_path: Path) -> None:
+    with freezable(tmp_path / "filesystem") as filesystem:
+        one = started(engine, llama, filesystem)
+        for ids in KEPT:
+            hits(one, reference, ids, 0)
+        with frozen(filesystem):
+            for ids in CROWD[3:6]:
+                seconds(one, reference, ids, 0)
+            began = time.monotonic()
+            one.close()
+            took = time.monotonic() - began
+        # For pending writes, for a disk that answers, and for the hourly sums.
+        assert took < 10 + 5 + 2 + 5, took
+        second = started(engine, llama, filesystem)
+        for ids in KEPT:
+            hits(second, reference, ids, 896)
+        for ids in CROWD[3:6]:
+            assert second.generate(ids, TOKENS).tokens == reference(ids)
+        assert stats(second)["checksum_failures"] == stats(second)["load_failures"] == 0
+        second.close()
+
+
 def test_writes_that_hang_hold_up_neither_aborts_nor_resets(
     engine: Make, llama: Path, reference: References, tmp_path: Path
 ) -> None:

@@ -14,10 +14,11 @@ use std::time::{Duration, Instant};
 use undercroft_contract::checksum;
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::io::{IoCompletion, IoRoom};
+use undercroft_contract::log::{self, Level};
 use undercroft_contract::panics::contained;
 use undercroft_contract::remote::{RemoteCompletion, RemoteStore};
 use undercroft_engine::{Due, Engine, Room, Started};
-use undercroft_io::{ChecksumQueue, DeviceFiles, IoEngine, Waker};
+use undercroft_io::{ChecksumQueue, DeviceFiles, IoEngine, Waker, join_within};
 
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
@@ -46,6 +47,11 @@ const LATER: Duration = Duration::from_secs(1);
 /// while reads are in flight, since requests wait for these: some 30 us instead of 120 us.
 const SUM_BYTES: u32 = 512 << 10;
 const SUM_BYTES_READING: u32 = 128 << 10;
+
+/// How long an end waits, after the time for pending writes, for operations that the devices have begun. A device that
+/// has ended nothing for a second counts as one that hangs. With the ten seconds for writes, an end takes half of the time
+/// after which Kubernetes kills a pod.
+pub const END_GRACE: Duration = Duration::from_secs(5);
 
 /// Gives access to an engine, one entry at a time: a [`Driver`] with its threads, or a simulator.
 /// `None`, or `false`, once the engine is broken.
@@ -178,6 +184,10 @@ impl SharedEngine {
     }
 }
 
+/// The line about an IO thread that was let go.
+const LET_GO: &str = "undercroft: the engine has ended, but operations on its disks or its remote store have not. Until \
+     those on disks end, the directories stay locked, and the kernel does not end this process";
+
 /// A running engine.
 #[derive(Debug)]
 pub struct Driver {
@@ -238,7 +248,10 @@ impl Driver {
 
     /// Gives the engine a directory, without blocks, that could not be opened when it started.
     pub fn open_device(&self, device: u16, files: DeviceFiles, image: DeviceImage) {
-        if let Some(mut state) = self.shared.lock() {
+        if let Some(mut state) = self.shared.lock()
+            // Nobody would take the files, and they keep the directory locked.
+            && state.stop_at.is_none()
+        {
             state.opened.push(OpenedDevice {
                 device,
                 files,
@@ -265,6 +278,10 @@ impl Driver {
     }
 
     /// Finishes pending writes, for at most `timeout`, and stops the IO thread. Idempotent.
+    ///
+    /// The thread ends only when the devices have ended all operations that they have begun, because the kernel may use
+    /// the arena and the files until then. This waits for it no longer than `timeout` and [`END_GRACE`]. A thread that it
+    /// lets go keeps the arena mapped and the directories locked.
     pub fn stop(&self, timeout: Duration) {
         if let Some(mut state) = self.shared.lock() {
             if state.stop_at.is_none() {
@@ -275,9 +292,8 @@ impl Driver {
         }
         self.shared.waker.wake();
         let thread = self.thread.lock().ok().and_then(|mut thread| thread.take());
-        if let Some(thread) = thread {
-            // A panic of the thread has been reported by the panic hook.
-            drop(thread.join());
+        if thread.is_some_and(|thread| !join_within(thread, timeout + END_GRACE)) {
+            log::say(Level::Warning, LET_GO.to_owned());
         }
     }
 }
@@ -348,7 +364,9 @@ impl Drop for Driver {
 
 /// The IO thread. Without it no wait would ever end, so its panic breaks the engine, too.
 fn run_or_break(shared: &SharedEngine, io: Box<dyn IoEngine>) {
-    let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(shared, io))) else {
+    // Dropped last: this waits for the devices.
+    let mut thread = IoThread::new(io);
+    let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(shared, &mut thread))) else {
         return;
     };
     let _poisoned = shared.state.lock();
@@ -356,10 +374,9 @@ fn run_or_break(shared: &SharedEngine, io: Box<dyn IoEngine>) {
     resume_unwind(panic);
 }
 
-fn run(shared: &SharedEngine, io: Box<dyn IoEngine>) {
+fn run(shared: &SharedEngine, thread: &mut IoThread) {
     // Here no operation waits for the measurement.
     checksum::measure();
-    let mut thread = IoThread::new(io);
     let mut timeout = Some(Duration::ZERO);
     loop {
         let sum_bytes = thread.wait(timeout);

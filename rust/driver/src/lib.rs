@@ -3,5 +3,5 @@
 mod driver;
 mod embedded;
 
-pub use driver::{Clock, Driver, EngineAccess};
+pub use driver::{Clock, Driver, END_GRACE, EngineAccess};
 pub use embedded::EmbeddedSession;

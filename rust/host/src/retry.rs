@@ -118,13 +118,9 @@ fn try_again(shared: &SharedDirectories, driver: &Driver) -> bool {
             }
             Ok(directory) => {
                 let (files, image, directory) = OpenDirectory::of(directory);
-                let mut state = shared.lock();
+                let mut state = published(shared, &directory);
                 if state.stopped {
                     return true;
-                }
-                if let Some(socket) = &state.socket {
-                    // If this fails, other processes do not find the engine, and report it.
-                    let _ = directory.lock.publish(socket);
                 }
                 state.directories[at] = DirectoryState::Open(directory);
                 driver.open_device(index, files, image);
@@ -132,4 +128,25 @@ fn try_again(shared: &SharedDirectories, driver: &Driver) -> bool {
         }
     }
     all
+}
+
+/// The state after the engine's socket, if there is one, was written into a directory. This is written without the lock,
+/// too.
+fn published<'a>(
+    shared: &'a SharedDirectories,
+    directory: &OpenDirectory,
+) -> MutexGuard<'a, RetryState> {
+    let mut published = None;
+    loop {
+        let state = shared.lock();
+        if state.stopped || state.socket == published {
+            return state;
+        }
+        published.clone_from(&state.socket);
+        drop(state);
+        if let Some(socket) = &published {
+            // If this fails, other processes do not find the engine, and report it.
+            let _ = directory.lock.publish(socket);
+        }
+    }
 }

@@ -6,13 +6,15 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use undercroft_driver::{Driver, EngineAccess};
+use undercroft_driver::{Driver, END_GRACE, EngineAccess};
 use undercroft_engine::disk::Health;
 use undercroft_engine::{Engine, EngineConfig, Recovery};
 use undercroft_io::arena::Arena;
 #[cfg(feature = "faults")]
 use undercroft_io::fault::{FaultControl, FaultEngine};
-use undercroft_io::{IoEngineChoice, IoFeatures, open_encrypting_engine, open_io_engine};
+use undercroft_io::{
+    IoEngineChoice, IoFeatures, join_within, open_encrypting_engine, open_io_engine,
+};
 use undercroft_ipc::stats_json;
 
 use crate::config::HostConfig;
@@ -21,7 +23,8 @@ use crate::error::HostError;
 use crate::remote_tier::RemoteTier;
 use crate::retry::{self, SharedDirectories};
 
-/// An engine and its threads. Its directories are locked until it is stopped or dropped.
+/// An engine and its threads. Its directories are locked until it is stopped or dropped, and no operation on them is in
+/// flight.
 #[derive(Debug)]
 pub struct RunningEngine {
     driver: Arc<Driver>,
@@ -158,16 +161,14 @@ impl RunningEngine {
     }
 
     /// Finishes pending writes, for at most `timeout`, stops the threads, and unlocks the
-    /// directories. Idempotent.
+    /// directories. Like [`Driver::stop`], lets threads go that a disk holds up. Idempotent.
     pub fn stop(&self, timeout: Duration) {
         self.driver.stop(timeout);
         self.directories.close();
         let thread = self.retry.lock();
         let thread = thread.unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = thread {
-            // A panic of the thread has been reported by the panic hook.
-            drop(thread.join());
-        }
+        // The thread may be opening a directory that hangs. It closes this directory afterwards.
+        thread.map(|thread| join_within(thread, END_GRACE));
     }
 
     /// Writes the socket at which other processes share the engine into the directories.

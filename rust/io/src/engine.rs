@@ -10,7 +10,8 @@ use crate::files::DeviceFiles;
 use crate::waker::Waker;
 
 /// Carries out operations. Owned by the IO thread alone: another thread may make the IO engine, but the thread that
-/// first submits or waits has to make all further calls, and drop it.
+/// first submits or waits has to make all further calls, and drop it. The drop waits for as long as a device takes for
+/// operations that it has begun: the kernel may use their memory and files until they end.
 ///
 /// Short transfers are resubmitted, EINTR and EAGAIN are retried; the caller sees neither.
 /// Buffers: the arena outlives the engine (it holds an `Arc` of the mapping); metadata is owned by
@@ -29,7 +30,7 @@ use crate::waker::Waker;
 /// let file = |name: &str| open_file(&directory.path().join(name), true);
 /// let (data, o_direct) = file("data")?;
 /// let (superblock, table) = (file("super")?.0, file("table")?.0);
-/// let files = DeviceFiles { superblock, table, data, o_direct };
+/// let files = DeviceFiles { superblock, table, data, o_direct, lock: None };
 /// let arena = Arc::new(Arena::create(3 * ARENA_ALIGN)?);
 /// arena.write(0, &[7; 1000])?;
 /// let (mut io, _) = open_io_engine(IoEngineChoice::Auto, 4, Arc::clone(&arena), vec![files])?;
@@ -88,10 +89,6 @@ pub trait IoEngine: Send + std::fmt::Debug {
         Err(std::io::ErrorKind::Unsupported.into())
     }
 }
-
-/// How long dropping an engine waits for operations that the device has not answered. After that it
-/// abandons them, and leaks the memory that the kernel may still write to.
-pub(crate) const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 
 /// Longer transfers go to the ring in pieces of this size in bytes.
 pub(crate) const SPLIT: u32 = 512 << 10;

@@ -142,6 +142,7 @@ mod tests {
             table: file("table").0,
             data,
             o_direct,
+            lock: None,
         };
         open_io_engine(
             choice,

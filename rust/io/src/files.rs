@@ -1,8 +1,10 @@
 //! The files of a disk directory.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
@@ -21,6 +23,8 @@ pub struct DeviceFiles {
     pub data: Unshared<OwnedFd>,
     /// Whether the data file bypasses the page cache.
     pub o_direct: bool,
+    /// Keeps the directory locked for as long as an operation may write to the files.
+    pub lock: Option<Arc<Unshared<File>>>,
 }
 
 impl DeviceFiles {
@@ -36,6 +40,7 @@ impl DeviceFiles {
             table: open()?.into(),
             data: open()?.into(),
             o_direct: true,
+            lock: None,
         })
     }
 

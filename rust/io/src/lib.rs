@@ -33,6 +33,7 @@ pub mod raw;
 mod ring;
 mod sealed;
 pub mod secret;
+mod threads;
 pub mod uring;
 mod waker;
 
@@ -42,6 +43,7 @@ pub use features::{
     IoEngineChoice, IoFeatures, open_encrypting_engine, open_io_engine, probe_io_uring,
 };
 pub use files::{DeviceFiles, check_own_file, open_file};
+pub use threads::join_within;
 pub use waker::{Wake, Waker};
 
-use engine::{DRAIN_LIMIT, SPLIT};
+use engine::SPLIT;

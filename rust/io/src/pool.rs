@@ -15,7 +15,7 @@ use super::fault_hook::{Direct, FaultHook};
 use super::operation::{Body, ERASE_MODES, IoOperation, Next, Progress};
 use super::sealed::{self, SealedBuffer};
 use super::waker::Wake;
-use super::{DRAIN_LIMIT, DeviceFiles, IoEngine, Waker};
+use super::{DeviceFiles, IoEngine, Waker};
 use crate::arena::Arena;
 
 /// More threads for a device than this gain nothing: fewer large transfers keep the device busy.
@@ -229,29 +229,16 @@ impl<I: FaultHook> Wake for PoolShared<I> {
 }
 
 impl<I: FaultHook> Drop for ThreadPool<I> {
-    /// Waits for operations under way. If a device does not answer within `DRAIN_LIMIT`, its
-    /// threads are left behind; they hold the arena and the files until the device answers.
+    /// Waits for operations under way.
     fn drop(&mut self) {
-        let deadline = Instant::now() + DRAIN_LIMIT;
-        let mut state = self.shared.lock();
-        state.stop = true;
+        self.shared.lock().stop = true;
         self.shared.work.iter().for_each(Condvar::notify_all);
-        while state.queues.iter().any(|queue| queue.running > 0) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            state = self
-                .shared
-                .done
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-        drop(state);
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
+        // Wakers keep the rest alive.
+        let devices = self.shared.devices.write();
+        devices.unwrap_or_else(PoisonError::into_inner).clear();
     }
 }
 

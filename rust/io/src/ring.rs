@@ -7,14 +7,13 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use io_uring::{IoUring, opcode, squeue, types};
 use rustc_hash::FxHashMap;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 
-use super::DRAIN_LIMIT;
 use super::operation::AlignedBuffer;
 use crate::arena::Arena;
 use crate::fork::Mark;
@@ -378,6 +377,15 @@ impl Ring {
         Ok(())
     }
 
+    /// Waits for all operations whose memory and files the kernel may still use, for as long as their devices take.
+    /// False if the kernel refuses the wait, as to another thread than the ring's.
+    pub(super) fn drain(&mut self) -> bool {
+        while self.pending > 0 && self.enter(None).is_ok() {
+            while self.reap().is_some() {}
+        }
+        self.pending == 0
+    }
+
     /// One completion: its user data, and the bytes moved or the error.
     pub(super) fn reap(&mut self) -> Option<(u64, Result<u32, Errno>)> {
         let entry = self.ring.completion().next()?;
@@ -392,19 +400,10 @@ impl Ring {
 }
 
 impl Drop for Ring {
-    /// Waits for all operations whose memory the kernel may still read or write. If operations do not end within
-    /// [`DRAIN_LIMIT`] (the device hangs, or another thread drops the ring), the ring leaks their memory: closing a
-    /// ring does not wait for its transfers, so the kernel could later write to memory that was freed.
+    /// If the ring cannot be drained, the ring leaks the memory of its operations: closing a ring does not wait for its
+    /// transfers, so the kernel could later write to memory that was freed.
     fn drop(&mut self) {
-        let deadline = Instant::now() + DRAIN_LIMIT;
-        while self.pending > 0 {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.enter(Some(left)).is_err() {
-                break;
-            }
-            while self.reap().is_some() {}
-        }
-        if self.pending > 0 {
+        if !self.drain() {
             std::mem::forget(Arc::clone(&self.arena));
             std::mem::forget(std::mem::take(&mut self.metadata));
         }

@@ -45,7 +45,6 @@ const KINDS: [FileKind; 3] = [FileKind::Super, FileKind::Table, FileKind::Data];
 /// The io_uring engine.
 #[derive(Debug)]
 pub struct Uring<I: FaultHook = Direct> {
-    /// Dropped first: the drop waits for the operations in the kernel.
     ring: Ring,
     arena: Arc<Arena>,
     devices: Vec<DeviceFiles>,
@@ -488,6 +487,15 @@ impl<I: FaultHook> Uring<I> {
                 self.submit_queued();
             }
             self.wake.armed = self.ring.push_wake(self.wake.event.fd());
+        }
+    }
+}
+
+impl<I: FaultHook> Drop for Uring<I> {
+    /// Waits for the operations in the kernel. While they may write to the files, the directories stay locked.
+    fn drop(&mut self) {
+        if !self.ring.drain() {
+            std::mem::forget(std::mem::take(&mut self.devices));
         }
     }
 }

@@ -22,6 +22,7 @@ use undercroft_contract::session::{
     Tokens, TransferId,
 };
 use undercroft_io::fork::Unshared;
+use undercroft_io::join_within;
 
 use crate::client_state::{ClientState, Polled, SessionAddress};
 use crate::connection::{ConnectError, ServerConnection, wait};
@@ -37,6 +38,10 @@ const REGISTER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Longest wait until the last frames of a client that ends are sent.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
+
+/// Longest wait for the thread of a client that ends. The thread also closes the engine that it may have opened in the
+/// place of the server, or may be opening.
+const END_LIMIT: Duration = Duration::from_secs(20);
 
 /// Time for which the thread stays awake after it has sent or received frames: the next lookups of a step and the
 /// replies then need no wake-up. A wake-up of a sleeping core costs the scheduler 10 us and more.
@@ -323,10 +328,7 @@ impl Session for Client {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.wake();
         let thread = self.thread.lock().ok().and_then(|mut thread| thread.take());
-        if let Some(thread) = thread {
-            // A panic of the thread has been reported by the panic hook.
-            drop(thread.join());
-        }
+        thread.map(|thread| join_within(thread, END_LIMIT));
     }
 }
 

@@ -9,6 +9,7 @@ mod clear;
 mod crash;
 mod damage;
 mod encrypted;
+mod ends;
 mod faults;
 mod long_chains;
 mod orders;

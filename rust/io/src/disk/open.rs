@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::fs::FallocateFlags;
@@ -94,7 +94,7 @@ pub struct Examination {
     pub notes: Vec<String>,
 }
 
-/// An open directory. It is locked as long as this lives.
+/// An open directory. It is locked as long as this, or its files, or its lock lives.
 ///
 /// ```
 /// use undercroft_contract::pages::CAPACITY_MIN;
@@ -121,7 +121,7 @@ pub struct Directory {
     pub image: DeviceImage,
     /// Notes for the operator about how the directory was opened.
     pub notes: Vec<String>,
-    lock: Unshared<File>,
+    lock: Arc<Unshared<File>>,
 }
 
 impl Directory {
@@ -139,7 +139,7 @@ impl Directory {
         Ok(self)
     }
 
-    /// Splits off the lock that keeps other processes from using the directory.
+    /// Splits off the lock that keeps other processes from using the directory, as the files do.
     pub fn into_parts(self) -> (DeviceFiles, DeviceImage, DirectoryLock) {
         let files = [
             (SUPER, self.files.superblock.try_clone()),
@@ -168,7 +168,7 @@ pub struct DirectoryLock {
     path: PathBuf,
     /// Names and descriptors of the files that are open.
     files: Vec<(&'static str, Unshared<OwnedFd>)>,
-    lock: Unshared<File>,
+    lock: Arc<Unshared<File>>,
     /// Whether the filesystem was unmounted, and when this was looked up.
     unmounted: Mutex<Option<(Instant, bool)>>,
 }
@@ -264,7 +264,7 @@ pub fn open(
     plan(path, files::find(path, options.encrypted)?, options)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o700))
         .map_err(failed(path, "make it private"))?;
-    let lock = files::take_lock(path)?;
+    let lock = Arc::new(files::take_lock(path)?);
     // The second look, under the lock: another process may have made a store, used it and ended.
     let found = files::find(path, options.encrypted)?;
     let (sizing, mut notes) = plan(path, found, options)?;
@@ -311,6 +311,7 @@ pub fn open(
         table: open_for_io(path, TABLE, false)?.0,
         data,
         o_direct,
+        lock: Some(Arc::clone(&lock)),
     };
     Ok(Directory {
         path: path.to_owned(),

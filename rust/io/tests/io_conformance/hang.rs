@@ -84,14 +84,21 @@ fn a_device_that_hangs_holds_up_no_other_io_uring() {
     let (never_ready, writer) = rustix::pipe::pipe().unwrap();
     devices[0].data = never_ready.into();
     let arena = Arc::new(Arena::create(ARENA).unwrap());
-    let mut engine = Uring::new(DEPTH, Arc::clone(&arena), devices).unwrap();
-    a_device_that_hangs_holds_up_no_other(&mut engine);
-    drop(engine);
+    let of_thread = Arc::clone(&arena);
+    let (sender, used) = std::sync::mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        let mut engine = Uring::new(DEPTH, of_thread, devices).unwrap();
+        a_device_that_hangs_holds_up_no_other(&mut engine);
+        sender.send(()).unwrap();
+    });
+    used.recv().unwrap();
     assert!(
-        Arc::strong_count(&arena) > 1,
+        !thread.is_finished() && Arc::strong_count(&arena) > 1,
         "the kernel may still write to the arena"
     );
     drop(writer);
+    thread.join().unwrap();
+    assert_eq!(Arc::strong_count(&arena), 1);
 }
 
 /// Notes each call, and lets it go on when the sender has sent a permit or is gone.

@@ -109,6 +109,7 @@ pub(crate) fn device_in(dir: &Path) -> DeviceFiles {
         table: file("table").0,
         data,
         o_direct,
+        lock: None,
     }
 }
 

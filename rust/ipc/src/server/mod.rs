@@ -13,9 +13,10 @@ use std::thread::JoinHandle;
 use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
 use undercroft_contract::session::SessionToken;
-use undercroft_driver::Driver;
+use undercroft_driver::{Driver, END_GRACE};
 use undercroft_io::arena::Arena;
 use undercroft_io::fork::Unshared;
+use undercroft_io::join_within;
 
 use crate::descriptors::{self, Closer};
 use crate::socket_dir::{self, SocketError};
@@ -211,8 +212,9 @@ impl Drop for Server {
         self.control.wake();
         // Removed before the listener is closed: after that, another server may have made the socket anew.
         let _ = std::fs::remove_file(&self.path);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        // A report on directories may wait for a network filesystem.
+        self.thread
+            .take()
+            .map(|thread| join_within(thread, END_GRACE));
     }
 }
