@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
@@ -36,7 +37,7 @@ from undercroft.errors import ConfigError
 from undercroft.identity.namespace import Naming
 from undercroft.log import LogOnce
 from undercroft.vllm_tier import options
-from undercroft.vllm_tier.chunks import Chunks, Place, canonical_shards, why_unsupported
+from undercroft.vllm_tier.chunks import Chunks, KeyRun, Place, canonical_shards, why_unsupported
 from undercroft.vllm_tier.identity import describe_tier
 from undercroft.vllm_tier.tier import UndercroftTier, _Begun
 
@@ -181,9 +182,15 @@ def test_chunks_of_a_job_have_the_places_that_each_has_alone() -> None:
             # One key has one end.
             ends = dict(asked)
             context: Any = SimpleNamespace(get_offload_key_position=ends.get)
+            most = chance.choice([12 * HASH, 1 << 40, 1 << 40])
             alone = [made.place(one, end, hashes) for one, end in ends.items()]
-            found += [one for one in alone if one is not None]
-            assert made.places(list(ends), context, hashes) == alone
+            wanted = {at: one for at, one in enumerate(alone) if one is not None and one.end <= most}
+            runs = made.runs(list(ends), context, hashes, most)
+            each = [
+                (run.at + one, made.at(run.engine_group, run.number + one)) for run in runs for one in range(run.length)
+            ]
+            assert each == list(wanted.items())
+            found += wanted.values()
         assert len(found) > 80
 
 
@@ -194,7 +201,7 @@ def test_keys_of_a_store_are_put_in_order() -> None:
         shuffled = [*whole, foreign := key(0, 99)]
         random.Random(0).shuffle(shuffled)
         context: Any = SimpleNamespace(get_offload_key_position=whole.get)
-        assert made.in_order(shuffled, context) == [foreign, *whole]
+        assert [shuffled[at] for at in made.in_order(shuffled, context)] == [foreign, *whole]
 
 
 def test_groups_that_are_not_offloaded_are_left_out() -> None:
@@ -213,11 +220,11 @@ def test_a_hit_is_no_longer_than_vllms_memory() -> None:
 
 
 def test_rows_are_blocks_in_ascending_order() -> None:
-    places = [Place(0, 3, 64), Place(1, 7, 128), Place(0, 1, 32)]
-    [first, second] = Chunks.blocks(places, [100, 200, 300])
-    assert (first.group, first.numbers.tolist(), first.addresses.tolist()) == (0, [1, 3], [300, 100])
-    assert (second.group, second.numbers.tolist(), second.addresses.tolist()) == (1, [7], [200])
-    assert Chunks.blocks([], []) == []
+    addresses = np.array([100, 200, 300, 400, 500], np.int64)
+    [first, second] = Chunks.blocks([KeyRun(0, 3, 0, 1), KeyRun(1, 7, 1, 2), KeyRun(0, 1, 4, 1)], addresses)
+    assert (first.group, first.numbers.tolist(), first.addresses.tolist()) == (0, [1, 3], [500, 100])
+    assert (second.group, second.numbers.tolist(), second.addresses.tolist()) == (1, [7, 8], [200, 300])
+    assert Chunks.blocks([], addresses) == []
 
 
 def test_a_group_that_is_not_known_turns_the_tier_off() -> None:
@@ -337,7 +344,7 @@ def test_ranks_that_do_not_share_vllms_host_memory_turn_the_tier_off(
 def job_of(number: int, is_load: bool = True) -> tuple[Job, Any]:
     job = Job((), is_load=is_load, ended=True)
     asked = SimpleNamespace(job_id=number, keys=[], req_context=SimpleNamespace(req_id="r"))
-    return job, _Begun(asked, job, SimpleNamespace(request=SimpleNamespace(request_id="r")), {})
+    return job, _Begun(asked, job, SimpleNamespace(request=SimpleNamespace(request_id="r")), [], [])
 
 
 def test_only_the_schedulers_thread_polls_the_tier() -> None:
@@ -363,12 +370,12 @@ def test_an_error_at_the_end_of_a_job_loses_no_other_end() -> None:
 
 def test_a_partial_load_reports_its_chunks_to_vllm() -> None:
     tier: Any = object.__new__(UndercroftTier)
-    places = {key(0, number): Place(0, number, HASH) for number in range(3)}
+    keys, runs = [key(0, number) for number in range(3)], [KeyRun(0, 0, 0, 3)]
     job, begun = job_of(1)
-    job.blocks, job.done = tuple(Chunks.blocks(places.values(), range(3))), {0: frozenset({0, 1})}
-    begun.job.keys = list(places)
+    job.blocks, job.done = tuple(Chunks.blocks(runs, np.arange(3))), {0: frozenset({0, 1})}
+    begun.job.keys = keys
     tier._prompts = None
-    result = tier._counted(begun._replace(places=places))
+    result = tier._counted(begun._replace(keys=keys, runs=runs))
     assert (result.success, result.successful_keys) == (False, (key(0, 0), key(0, 1)))
 
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from undercroft.vllm_patches import offloading
-from undercroft.vllm_tier.chunks import Chunks
+from undercroft.vllm_tier.chunks import Chunks, KeyRun
 from undercroft.vllm_tier.tier import UndercroftTier
 
 TOKENS = 16
@@ -133,7 +134,8 @@ class Stored:
         place = tier._chunks.place(key, context.get_offload_key_position(key), tier._hashes)
         assert place is not None
         assert tier._cache is not None
-        assert tier._cache.save(tier._hashes, Chunks.blocks([place], [tier._region[0]])).complete
+        blocks = Chunks.blocks([KeyRun(place.engine_group, place.number, 0, 1)], np.array([tier._region[0]], np.int64))
+        assert tier._cache.save(tier._hashes, blocks).complete
 
 
 @functools.cache

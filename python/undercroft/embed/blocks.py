@@ -175,6 +175,9 @@ def runs(blocks: Blocks) -> list[Run]:
     numbers = blocks.numbers
     if not len(numbers):
         return []
+    first, last = int(numbers[0]), int(numbers[-1])
+    if last - first == len(numbers) - 1:
+        return [Run(blocks.group, first, last + 1)]
     breaks = np.nonzero(np.diff(numbers) != 1)[0]
     firsts = numbers[np.concatenate(([0], breaks + 1))]
     lasts = numbers[np.concatenate((breaks, [len(numbers) - 1]))]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from undercroft import compat
 from undercroft.connector.groups import EngineGroup, Groups
@@ -28,6 +31,17 @@ class Place(NamedTuple):
     number: int
     end: int
     """Where the chunk ends, in tokens from the prompt's start."""
+
+
+class KeyRun(NamedTuple):
+    """Chunks of a job, one after the other, as blocks of an engine group."""
+
+    engine_group: int
+    number: int
+    """Of the first block."""
+    at: int
+    """Index of its key."""
+    length: int
 
 
 class _Keyed(NamedTuple):
@@ -131,34 +145,53 @@ class Chunks:
         place = self.at(engine_group, number)
         return place if self.key(place, block_hashes) == key else None
 
-    def in_order(self, keys: Iterable[bytes], context: ReqContext) -> list[bytes]:
-        """Keys one group after the other, in the order of a prompt. vLLM names the chunks of a store in no order."""
-        position = context.get_offload_key_position
-        ends = {key: position(key) or 0 for key in keys}
-        found = sorted(ends, key=ends.__getitem__)
+    def in_order(self, keys: Sequence[bytes], context: ReqContext) -> list[int]:
+        """The indices of keys, one group after the other, each in the order of a prompt. vLLM names the chunks of a
+        store in no order."""
+        ends = [end or 0 for end in map(context.get_offload_key_position, keys)]
+        order = sorted(range(len(keys)), key=ends.__getitem__)
         if len(self._keyed) > 1:
-            found.sort(key=lambda key: key[-GROUP_BYTES:])
+            order.sort(key=lambda at: keys[at][-GROUP_BYTES:])
+        return order
+
+    def runs(
+        self, keys: Sequence[bytes], context: ReqContext, block_hashes: Sequence[bytes], most: int
+    ) -> list[KeyRun]:
+        """The blocks among the chunks of a job that end within a prompt's first ``most`` tokens. vLLM names a group's
+        chunks one after the other, so that most keys need no more than a comparison with the next hash. Such a key is
+        not asked for its position."""
+        found: list[KeyRun] = []
+        at = 0
+        while at < len(keys):
+            place = self.place(keys[at], context.get_offload_key_position(keys[at]), block_hashes)
+            count = 1
+            if place is not None and place.end <= most:
+                count += self._following(keys, at, place, block_hashes, most)
+                found.append(KeyRun(place.engine_group, place.number, at, count))
+            at += count
         return found
 
-    def places(self, keys: Sequence[bytes], context: ReqContext, block_hashes: Sequence[bytes]) -> list[Place | None]:
-        """`place` of several chunks of a prompt. vLLM names a group's chunks one after the other, so that most keys
-        need no more than a comparison with the next hash. Such a key is not asked for its position."""
-        found: list[Place | None] = []
-        while len(found) < len(keys):
-            key = keys[len(found)]
-            place = self.place(key, context.get_offload_key_position(key), block_hashes)
-            found.append(place)
-            suffix = key[-GROUP_BYTES:]
-            if place is None or len(self._keyed[suffix].engine_groups) > 1:
-                continue
-            step = self._keyed[suffix].tokens // self.groups.hash_block_size
-            first, at = len(found), place.end // self.groups.hash_block_size - 1 + step
-            end = first
-            while end < len(keys) and at < len(block_hashes) and keys[end] == block_hashes[at] + suffix:
-                end, at = end + 1, at + step
-            last = self.at(place.engine_group, place.number + end - first)
-            found += self._places[place.engine_group][place.number + 1 : last.number + 1]
-        return found
+    def _following(self, keys: Sequence[bytes], at: int, place: Place, block_hashes: Sequence[bytes], most: int) -> int:
+        """How many keys behind the one of a place are those of the blocks behind it."""
+        suffix = keys[at][-GROUP_BYTES:]
+        keyed = self._keyed[suffix]
+        if len(keyed.engine_groups) > 1:
+            return 0
+        step, first = keyed.tokens // self.groups.hash_block_size, place.end // self.groups.hash_block_size - 1
+        last = min(len(keys) - at - 1, (most - place.end) // keyed.tokens)
+        count, piece = 0, 8
+        while count < last:
+            # Whole pieces are compared without a turn of the interpreter for each key.
+            hashes = block_hashes[first + (count + 1) * step : first + (min(count + piece, last) + 1) * step : step]
+            wanted = list(map(add, hashes, repeat(suffix)))
+            given = keys[at + count + 1 : at + count + 1 + len(wanted)]
+            if wanted != given:
+                return count + [one == other for one, other in zip(wanted, given, strict=True)].index(False)
+            count += len(wanted)
+            if len(wanted) < piece:
+                break
+            piece *= 4
+        return count
 
     def served(
         self, context: ReqContext, block_hashes: Sequence[bytes], begin: int, boundary: int
@@ -181,17 +214,22 @@ class Chunks:
         return min((one.needed(boundary).start * one.block_tokens for one in groups), default=boundary)
 
     @staticmethod
-    def blocks(places: Iterable[Place], addresses: Iterable[int]) -> list[Blocks]:
-        """Rows with their blocks, for the cache."""
+    def blocks(runs: Iterable[KeyRun], addresses: npt.NDArray[np.int64]) -> list[Blocks]:
+        """Rows with their blocks, for the cache. ``addresses``: of the rows of all keys."""
         # Few calls of NumPy: between steps of a model each costs more than a turn of this loop.
-        rows: dict[int, dict[int, int]] = {}
-        for place, address in zip(places, addresses, strict=True):
-            rows.setdefault(place.engine_group, {})[place.number] = address
+        of_groups: dict[int, list[KeyRun]] = {}
+        for run in runs:
+            of_groups.setdefault(run.engine_group, []).append(run)
         made = []
-        for group, of_numbers in rows.items():
-            numbers = sorted(of_numbers)
-            at = [of_numbers[number] for number in numbers]
-            made.append(Blocks(group, np.array(numbers, np.int64), np.array(at, np.int64)))
+        for group, own in of_groups.items():
+            if len(own) == 1:
+                [(_, number, at, count)] = own
+                numbers, rows = np.arange(number, number + count, dtype=np.int64), addresses[at : at + count]
+            else:
+                pairs = sorted((run.number + one, run.at + one) for run in own for one in range(run.length))
+                numbers = np.array([number for number, _ in pairs], np.int64)
+                rows = addresses[[at for _, at in pairs]]
+            made.append(Blocks(group, numbers, rows))
         return made
 
 

@@ -31,7 +31,7 @@ from undercroft.identity.namespace import Naming, random_seed
 from undercroft.identity.weights import Digests, digests_file
 from undercroft.log import LogOnce, logger
 from undercroft.vllm_tier import stats
-from undercroft.vllm_tier.chunks import Chunks, Place, canonical_shards, why_unsupported
+from undercroft.vllm_tier.chunks import Chunks, KeyRun, Place, canonical_shards, why_unsupported
 from undercroft.vllm_tier.events import TierEvents
 from undercroft.vllm_tier.identity import describe_tier
 from undercroft.vllm_tier.options import parse
@@ -70,8 +70,19 @@ class _Begun(NamedTuple):
     job: TransferJob
     begun: Job
     prompt: Prompt
-    places: dict[OffloadKey, Place]
-    """The chunks that are blocks of the engine."""
+    keys: list[OffloadKey]
+    runs: list[KeyRun]
+    """Those of the keys that are blocks of the engine."""
+
+    def good(self) -> list[OffloadKey]:
+        """The keys of the blocks that are done."""
+        if self.begun.complete:
+            return [key for run in self.runs for key in self.keys[run.at : run.at + run.length]]
+        found = []
+        for run in self.runs:
+            done = self.begun.done.get(run.engine_group, frozenset())
+            found += [self.keys[run.at + one] for one in range(run.length) if run.number + one in done]
+        return found
 
 
 class _Lacking(NamedTuple):
@@ -382,13 +393,16 @@ class UndercroftTier(SecondaryTierManager):
                 self._ended.append(JobResult(job.job_id, False))
                 return
             most = _BEYOND if job.is_promotion else self._shareable.tokens(prompt.request)
-            rows = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
-            keys = list(rows) if job.is_promotion else self._chunks.in_order(rows, job.req_context)
-            found = zip(keys, self._chunks.places(keys, job.req_context, prompt.request.block_hashes), strict=True)
-            places = {key: place for key, place in found if place is not None and place.end <= most}
-            base, size = self._region[0], self.block_size_bytes
-            begun = begin(prompt, Chunks.blocks(places.values(), [base + rows[key] * size for key in places]))
-            self._jobs[id(begun)] = _Begun(job, begun, prompt, places)
+            keys, rows = list(job.keys), job.chunk_ids.astype(np.int64)
+            if len(keys) != len(rows):
+                raise ValueError(f"a job of {len(keys)} chunks has {len(rows)} rows")
+            if not job.is_promotion:
+                order = self._chunks.in_order(keys, job.req_context)
+                keys, rows = [keys[at] for at in order], rows[order]
+            runs = self._chunks.runs(keys, job.req_context, prompt.request.block_hashes, most)
+            blocks = Chunks.blocks(runs, self._region[0] + rows * self.block_size_bytes)
+            begun = begin(prompt, blocks)
+            self._jobs[id(begun)] = _Begun(job, begun, prompt, keys, runs)
         except Exception as error:
             self._report("submit", error)
             self._ended.append(JobResult(job.job_id, False))
@@ -427,16 +441,14 @@ class UndercroftTier(SecondaryTierManager):
             return JobResult(begun.job.job_id, False)
 
     def _counted(self, begun: _Begun) -> JobResult:
-        job, ended, prompt, places = begun
-        if ended.complete:
-            good = list(places)
-        else:
-            good = [key for key, place in places.items() if place.number in ended.done.get(place.engine_group, ())]
-        whole = len(good) == (len(job.keys) if ended.is_load else len(places))
+        job, ended, prompt, good = begun.job, begun.begun, begun.prompt, begun.good()
+        whole = len(good) == (len(job.keys) if ended.is_load else sum(run.length for run in begun.runs))
         if ended.is_load and self._prompts is not None:
             self._prompts.has_loaded(prompt, len(good), whole=whole)
         elif ended.lacks and job.req_context.req_id == prompt.request.request_id:
-            self._save_again(prompt, set(places.values()), ended.lacks)
+            at = self._chunks.at
+            own = {at(run.engine_group, run.number + one) for run in begun.runs for one in range(run.length)}
+            self._save_again(prompt, own, ended.lacks)
         partly = tuple(good) if ended.is_load and good and not whole else None
         return JobResult(job.job_id, whole, partly, ended.seconds, ended.copied_bytes)
 
