@@ -62,80 +62,91 @@ pub(crate) fn lru<'a>(requests: impl Iterator<Item = &'a [u64]>, capacity: usize
 struct Block {
     last: u64,
     class: usize,
+    depth: usize,
     parent: Option<u64>,
     children: u32,
 }
 
-/// Learned hit density with admission; victims are drawn by a linear congruential generator.
-pub(crate) fn leafhd<'a>(
-    requests: impl Iterator<Item = &'a [u64]>,
-    capacity: usize,
-    seed: u64,
-) -> Outcome {
+/// Learned hit density with admission. A hit touches its last block and some of those above, which stand for the others
+/// in what is learned; a victim is the oldest leaf of a class.
+pub(crate) fn leafhd<'a>(requests: impl Iterator<Item = &'a [u64]>, capacity: usize) -> Outcome {
     let mut resident: HashMap<u64, Block> = HashMap::new();
     let mut leaves: Vec<u64> = Vec::new();
+    let mut arrival: HashMap<u64, usize> = HashMap::new();
     // Remembered blocks by order of entry, and where each stands in it.
-    let mut ghosts: BTreeMap<u64, (u64, u64, usize)> = BTreeMap::new();
+    let mut ghosts: BTreeMap<u64, (u64, u64, usize, usize)> = BTreeMap::new();
     let mut entry_of: HashMap<u64, u64> = HashMap::new();
     let mut entries = 0;
     let mut hits = [[0.0; 48]; 4];
     let mut exposure = [[0.0; 48]; 4];
     let mut density = [std::array::from_fn::<f64, 48, _>(|age| 1.0 / (age as f64 + 1.0)); 4];
-    let (mut random, mut relearned) = (seed, 0);
+    let mut relearned = 1;
     let mut outcome = Outcome {
         hits: 0,
         inserted: 0,
     };
     for (tick, blocks) in (1_u64..).zip(requests) {
-        outcome.hits += blocks
+        let found = blocks
             .iter()
             .take_while(|block| resident.contains_key(block))
-            .count() as u64;
+            .count();
+        outcome.hits += found as u64;
         let mut refused = false;
-        let mut remember =
-            |block, last, class, entry_of: &mut HashMap<u64, u64>, ghosts: &mut BTreeMap<_, _>| {
-                entries += 1;
-                entry_of.insert(block, entries);
-                ghosts.insert(entries, (block, last, class));
-            };
+        let mut remember = |block,
+                            last,
+                            class,
+                            depth,
+                            entry_of: &mut HashMap<_, _>,
+                            ghosts: &mut BTreeMap<_, _>| {
+            entries += 1;
+            entry_of.insert(block, entries);
+            ghosts.insert(entries, (block, last, class, depth));
+        };
         for (index, &block) in blocks.iter().enumerate() {
+            let next = arrival.len();
+            arrival.entry(block).or_insert(next);
+            let depth = index + 1;
             if let Some(known) = resident.get_mut(&block) {
-                hits[known.class][bucket(tick - known.last)] += 1.0;
-                known.class = 3.min(known.class + 1);
-                known.last = tick;
+                if depth == found || stands_for(depth) > 0.0 {
+                    hits[known.class][bucket(tick - known.last)] += stands_for(depth);
+                    known.class = 3.min(known.class + 1);
+                    known.last = tick;
+                }
                 continue;
             }
             let mut class = 0;
-            if let Some((_, last, before)) =
+            if let Some((_, last, before, _)) =
                 entry_of.remove(&block).and_then(|at| ghosts.remove(&at))
             {
-                hits[before][bucket(tick - last)] += 1.0;
+                hits[before][bucket(tick - last)] += stands_for(depth);
                 class = 3.min(before + 1);
             }
             if !refused && resident.len() >= capacity {
-                let mut victim: Option<(f64, u64)> = None;
-                for _ in 0..64 {
-                    random = random
-                        .wrapping_mul(6_364_136_223_846_793_005)
-                        .wrapping_add(1_442_695_040_888_963_407);
-                    let leaf = leaves[(random >> 33) as usize % leaves.len()];
-                    if !blocks.contains(&leaf) {
-                        let worth =
-                            density[resident[&leaf].class][bucket(tick - resident[&leaf].last)];
-                        if victim.is_none_or(|(lowest, _)| worth < lowest) {
-                            victim = Some((worth, leaf));
-                        }
-                    }
+                let mut oldest: [Option<(u64, usize, u64)>; 4] = [None; 4];
+                for leaf in leaves.iter().filter(|leaf| !blocks.contains(leaf)) {
+                    let known = &resident[leaf];
+                    let age = Some((known.last, arrival[leaf], *leaf));
+                    let of_class = &mut oldest[known.class];
+                    *of_class = (*of_class).or(age).min(age);
                 }
-                match victim.filter(|(worth, _)| density[class][0] >= *worth) {
+                let candidates = oldest.iter().zip(&density).filter_map(|(leaf, density)| {
+                    leaf.map(|(last, arrival, leaf)| {
+                        (density[bucket(tick - last)], last, arrival, leaf)
+                    })
+                });
+                let victim = candidates.min_by(|one, other| one.partial_cmp(other).unwrap());
+                match victim.filter(|(worth, ..)| density[class][0] >= *worth) {
                     None => refused = true,
-                    Some((_, victim)) => {
+                    Some((.., victim)) => {
                         let gone = resident.remove(&victim).unwrap();
-                        remember(victim, gone.last, gone.class, &mut entry_of, &mut ghosts);
+                        let (last, class, depth) = (gone.last, gone.class, gone.depth);
+                        remember(victim, last, class, depth, &mut entry_of, &mut ghosts);
                         leaves.retain(|&leaf| leaf != victim);
                         if let Some(parent) = gone.parent {
                             let above = resident.get_mut(&parent).unwrap();
                             above.children -= 1;
+                            above.last = above.last.max(gone.last);
+                            above.class = above.class.max(gone.class);
                             if above.children == 0 {
                                 leaves.push(parent);
                             }
@@ -144,7 +155,7 @@ pub(crate) fn leafhd<'a>(
                 }
             }
             if refused {
-                remember(block, tick, class, &mut entry_of, &mut ghosts);
+                remember(block, tick, class, depth, &mut entry_of, &mut ghosts);
                 continue;
             }
             let parent = index.checked_sub(1).map(|above| blocks[above]);
@@ -158,33 +169,49 @@ pub(crate) fn leafhd<'a>(
                 Block {
                     last: tick,
                     class,
+                    depth,
                     parent,
                     children: 0,
                 },
             );
             outcome.inserted += 1;
         }
-        while ghosts.len() > 8 * capacity + 1000 {
+        while ghosts.len() > 3 * capacity + 1000 {
             let (_, (block, ..)) = ghosts.pop_first().unwrap();
             entry_of.remove(&block);
         }
-        if tick - relearned >= 50 {
+        if tick - relearned >= 50.min(10.max((tick - 1) / 16)) {
             let elapsed = (tick - relearned) as f64;
             relearned = tick;
             for block in resident.values() {
-                exposure[block.class][bucket(tick - block.last)] += elapsed;
+                let blocks = stands_for(block.depth);
+                exposure[block.class][bucket(tick - block.last)] += elapsed * blocks;
             }
-            for &(_, last, class) in ghosts.values() {
-                exposure[class][bucket(tick - last)] += elapsed;
+            for &(_, last, class, depth) in ghosts.values() {
+                exposure[class][bucket(tick - last)] += elapsed * stands_for(depth);
             }
             for class in 0..4 {
                 density[class] = relearn(&hits[class], &exposure[class]);
-                hits[class].iter_mut().for_each(|count| *count *= 0.95);
-                exposure[class].iter_mut().for_each(|ticks| *ticks *= 0.95);
+                let kept = 0.965_f64.powf(elapsed / 50.0);
+                hits[class].iter_mut().for_each(|count| *count *= kept);
+                exposure[class].iter_mut().for_each(|ticks| *ticks *= kept);
             }
         }
     }
     outcome
+}
+
+/// Blocks for which a block at a depth stands: those since the sampled depth before.
+fn stands_for(depth: usize) -> f64 {
+    let sampled = |depth: usize| {
+        let octave = 1 << depth.ilog2();
+        depth <= 8 || (depth - octave).is_multiple_of(octave / 4)
+    };
+    if !sampled(depth) {
+        return 0.0;
+    }
+    let before = (1..depth).rev().find(|&above| sampled(above));
+    (depth - before.unwrap_or(0)) as f64
 }
 
 fn bucket(age: u64) -> usize {

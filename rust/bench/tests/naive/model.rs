@@ -2,7 +2,7 @@
 
 use rustc_hash::FxHashMap;
 use undercroft_bench::replay::{Counts, ReplayCache};
-use undercroft_engine::policy::{Leaf, Policy, PolicyKind};
+use undercroft_engine::policy::{Leaf, Policy, PolicyKind, sampled_depths};
 
 /// All blocks of a trace have one size.
 const SIZE_CLASS: usize = 0;
@@ -32,19 +32,20 @@ struct Node {
     last: u64,
     parent: Option<u32>,
     children: u32,
+    depth: u32,
     hit_class: u8,
     resident: bool,
 }
 
 impl ModelCache {
     /// One tier for each capacity, given in blocks, from the upper one down.
-    pub(crate) fn new(capacities: &[usize], kind: PolicyKind, seed: u64) -> Self {
+    pub(crate) fn new(capacities: &[usize], kind: PolicyKind) -> Self {
         let tiers = capacities
             .iter()
             .map(|&capacity| Tier {
                 capacity,
                 used: 0,
-                policy: Policy::new(kind, capacity, seed),
+                policy: Policy::new(kind, capacity),
                 nodes: Vec::new(),
                 counts: Counts::default(),
             })
@@ -63,13 +64,14 @@ impl ReplayCache for ModelCache {
         self.tick += 1;
         self.chain.clear();
         let mut parent = None;
-        for &block in blocks {
+        for (depth, &block) in (1..).zip(blocks) {
             let next = self.nodes.len() as u32;
             let node = *self.nodes.entry(block).or_insert(next);
             if node == next {
                 let known = Node {
                     fingerprint: fingerprint(block),
                     parent,
+                    depth,
                     ..Node::default()
                 };
                 self.tiers
@@ -108,12 +110,14 @@ impl Tier {
         let mut deepest = hit.last().copied();
         let mut refused = false;
         for &node in missing {
-            let fingerprint = self.nodes[node as usize].fingerprint;
+            let Node {
+                fingerprint, depth, ..
+            } = self.nodes[node as usize];
             let hit_class = self.policy.on_offer(fingerprint, tick);
             refused = refused
                 || (self.used >= self.capacity && !self.make_room(hit_class, deepest, tick));
             if refused {
-                self.policy.on_refuse(fingerprint, hit_class, tick);
+                self.policy.on_refuse(fingerprint, depth, hit_class, tick);
             } else {
                 self.insert(node, hit_class, deepest, tick);
                 deepest = Some(node);
@@ -123,27 +127,26 @@ impl Tier {
         self.policy.end_of_request(tick);
     }
 
-    /// Touches a hit's blocks, and keeps the deepest one from eviction until it is released.
+    /// Touches the blocks of a hit that count, and keeps the deepest one from eviction until it is released.
     fn touch(&mut self, hit: &[u32], tick: u64) {
         if let Some(&deepest) = hit.last() {
-            let last = self.nodes[deepest as usize].last;
-            self.policy.remove_leaf(SIZE_CLASS, deepest, last);
+            self.policy.remove_leaf(SIZE_CLASS, self.leaf(deepest));
         }
-        let skip = if self.policy.touches_every_block() {
-            0
-        } else {
-            hit.len().saturating_sub(1)
-        };
-        for &node in &hit[skip..] {
-            let node = &mut self.nodes[node as usize];
-            node.hit_class = self.policy.on_hit(node.hit_class, node.last, tick);
+        let depths = sampled_depths(hit.len() as u32);
+        let counted = depths.filter(|&depth| depth < hit.len() as u32);
+        for depth in counted.chain((!hit.is_empty()).then_some(hit.len() as u32)) {
+            let node = &mut self.nodes[hit[depth as usize - 1] as usize];
+            let before = (node.hit_class, node.last);
+            node.hit_class = self.policy.on_hit(depth, before.0, before.1, tick);
             node.last = tick;
+            self.policy.on_touch(depth, before, (node.hit_class, tick));
         }
     }
 
     fn insert(&mut self, node: u32, hit_class: u8, parent: Option<u32>, tick: u64) {
         let inserted = &mut self.nodes[node as usize];
-        self.policy.on_insert(inserted.fingerprint, hit_class, tick);
+        let (fingerprint, depth) = (inserted.fingerprint, inserted.depth);
+        self.policy.on_insert(fingerprint, depth, hit_class, tick);
         inserted.resident = true;
         inserted.hit_class = hit_class;
         inserted.last = tick;
@@ -161,19 +164,23 @@ impl Tier {
         if !self.policy.admit(hit_class, &victim, tick) {
             return false;
         }
-        self.policy
-            .remove_leaf(SIZE_CLASS, victim.node, victim.last);
+        self.policy.remove_leaf(SIZE_CLASS, victim);
         let evicted = &mut self.nodes[victim.node as usize];
         evicted.resident = false;
         let parent = evicted.parent;
+        let (fingerprint, depth) = (evicted.fingerprint, evicted.depth);
         self.policy
-            .on_evict(evicted.fingerprint, evicted.last, evicted.hit_class);
+            .on_evict(fingerprint, depth, victim.hit_class, victim.last);
         self.used -= 1;
         self.counts.evicted += 1;
         if let Some(parent) = parent {
             let above = &mut self.nodes[parent as usize];
             above.children -= 1;
+            let before = (above.hit_class, above.last);
+            above.hit_class = above.hit_class.max(victim.hit_class);
             above.last = above.last.max(victim.last);
+            let after = (above.hit_class, above.last);
+            self.policy.on_touch(above.depth, before, after);
             if held != Some(parent) {
                 self.release(Some(parent));
             }
@@ -186,21 +193,19 @@ impl Tier {
         let Some(node) = node else {
             return;
         };
+        if self.nodes[node as usize].children == 0 {
+            self.policy.insert_leaf(SIZE_CLASS, self.leaf(node));
+        }
+    }
+
+    fn leaf(&self, node: u32) -> Leaf {
         let Node {
+            last, hit_class, ..
+        } = self.nodes[node as usize];
+        Leaf {
+            node,
             last,
             hit_class,
-            children,
-            ..
-        } = self.nodes[node as usize];
-        if children == 0 {
-            self.policy.insert_leaf(
-                SIZE_CLASS,
-                Leaf {
-                    node,
-                    last,
-                    hit_class,
-                },
-            );
         }
     }
 }

@@ -321,12 +321,6 @@ impl Node {
         self.put(HIT_CLASS, u32::from(touch.hit_class));
     }
 
-    /// Sets the tick of the last touch.
-    pub fn set_last(&mut self, last: u64) {
-        let hit_class = self.touch().hit_class;
-        self.set_touch(Touch { last, hit_class });
-    }
-
     /// The policy's set of a tier that the node is in.
     pub fn evictability(&self, tier: Tier) -> Evictability {
         EVICTABILITIES[self.get(EVICTABILITY[tier as usize]) as usize]

@@ -43,15 +43,15 @@ impl Cohorts {
         }
     }
 
-    pub(super) fn add(&mut self, hit_class: u8, last: u64) {
+    pub(super) fn add(&mut self, hit_class: u8, last: u64, blocks: u32) {
         self.advance(last);
-        *self.count(hit_class, last) += 1;
+        *self.count(hit_class, last) += blocks;
     }
 
-    pub(super) fn remove(&mut self, hit_class: u8, last: u64) {
+    pub(super) fn remove(&mut self, hit_class: u8, last: u64, blocks: u32) {
         let count = self.count(hit_class, last);
         // A caller that changed `last` unseen costs precision, not a wrap-around.
-        *count = count.saturating_sub(1);
+        *count = count.saturating_sub(blocks);
     }
 
     /// Blocks of each class whose age is at least `from`, and below `to` where that is given.

@@ -8,8 +8,8 @@ use super::leaf::class_index;
 pub(super) const BUCKETS: usize = 48;
 const CLASSES: usize = HIT_CLASSES as usize;
 
-/// The share of earlier observations that a relearning keeps.
-const KEEP: f64 = 0.95;
+/// The share of earlier observations that a relearning keeps after the usual time.
+const KEEP: f64 = 0.965;
 /// Weight of the prior in a hazard estimate, in block-ticks.
 const PRIOR: f64 = 0.1;
 
@@ -69,13 +69,14 @@ impl Density {
         self.density[class_index(hit_class)][bucket(age)]
     }
 
-    /// Notes that a block of `hit_class` was hit at `age`.
-    pub(super) fn observe_hit(&mut self, hit_class: u8, age: u64) {
-        self.hits[class_index(hit_class)][bucket(age)] += 1.0;
+    /// Notes that `weight` blocks of `hit_class` were hit at `age`.
+    pub(super) fn observe_hit(&mut self, hit_class: u8, age: u64, weight: u32) {
+        self.hits[class_index(hit_class)][bucket(age)] += f64::from(weight);
     }
 
-    /// Takes in the exposure of the last `elapsed` ticks and estimates anew.
-    pub(super) fn relearn(&mut self, cohorts: &Cohorts, elapsed: u64) {
+    /// Takes in the exposure of the last `elapsed` ticks, which are `times` the usual number, and estimates anew.
+    pub(super) fn relearn(&mut self, cohorts: &Cohorts, elapsed: u64, times: f64) {
+        let kept = KEEP.powf(times);
         for bucket in 0..BUCKETS {
             let end = (bucket + 1 < BUCKETS).then(|| bucket_start(bucket + 1));
             let blocks = cohorts.blocks_aged(bucket_start(bucket), end);
@@ -86,10 +87,10 @@ impl Density {
         for class in 0..CLASSES {
             let hazard = hazards(&self.hits[class], &self.exposure[class]);
             self.density[class] = densities(&hazard);
-            self.hits[class].iter_mut().for_each(|hits| *hits *= KEEP);
+            self.hits[class].iter_mut().for_each(|hits| *hits *= kept);
             self.exposure[class]
                 .iter_mut()
-                .for_each(|exposure| *exposure *= KEEP);
+                .for_each(|exposure| *exposure *= kept);
         }
     }
 }

@@ -23,6 +23,7 @@ impl Doorkeeper {
         let block = Remembered {
             last: 0,
             hit_class: 0,
+            weight: 0,
         };
         self.blocks.push(fingerprint, block, 0);
         known

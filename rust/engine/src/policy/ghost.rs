@@ -1,8 +1,11 @@
 //! The memory of blocks that are not resident: evicted and refused blocks.
 
-/// Bits of a packed word that hold the tick; two more hold the hit class.
-const TICK_BITS: u32 = 30;
+/// Bits of a packed word that hold the tick. Above them, two bits hold the hit class, and the highest hold the weight's
+/// number of bits.
+const TICK_BITS: u32 = 25;
 const TICK_MASK: u32 = (1 << TICK_BITS) - 1;
+const CLASS_MASK: u32 = 3;
+const WEIGHT_AT: u32 = TICK_BITS + 2;
 /// An empty place of the table, and a vacant entry of the ring: both are zero, so that a large list takes memory
 /// only as it fills.
 const EMPTY: u32 = 0;
@@ -13,6 +16,8 @@ const VACANT: u64 = 0;
 pub(super) struct Remembered {
     pub(super) last: u64,
     pub(super) hit_class: u8,
+    /// Blocks for which this one stands: 0, or a power of two.
+    pub(super) weight: u32,
 }
 
 /// A bounded list in order of entry, found by fingerprint. About 15 bytes an entry; every operation is
@@ -127,9 +132,12 @@ fn tag_of(fingerprint: u64) -> u32 {
     (fingerprint >> 32) as u32
 }
 
-/// Class and tick modulo 2^30 in one word. A word that would be 0 is moved by a tick.
+/// Weight, class and tick modulo 2^25 in one word. A word that would be 0 is moved by a tick.
 fn pack(block: Remembered) -> u32 {
-    let packed = (u32::from(block.hit_class.min(3)) << TICK_BITS) | (block.last as u32 & TICK_MASK);
+    let weight_bits = u32::BITS - block.weight.leading_zeros();
+    let class = u32::from(block.hit_class).min(CLASS_MASK);
+    let packed =
+        (weight_bits << WEIGHT_AT) | (class << TICK_BITS) | (block.last as u32 & TICK_MASK);
     packed.max(1)
 }
 
@@ -138,6 +146,7 @@ fn unpack(packed: u32, now: u64) -> Remembered {
     let age = (now as u32).wrapping_sub(packed) & TICK_MASK;
     Remembered {
         last: now.saturating_sub(u64::from(age)),
-        hit_class: (packed >> TICK_BITS) as u8,
+        hit_class: (packed >> TICK_BITS & CLASS_MASK) as u8,
+        weight: (1 << (packed >> WEIGHT_AT)) >> 1,
     }
 }

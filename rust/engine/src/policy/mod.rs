@@ -12,9 +12,10 @@
 //!   else ask for a [`Policy::victim`], then [`Policy::admit`]; evict the victim ([`Policy::remove_leaf`],
 //!   [`Policy::on_evict`]) and store ([`Policy::on_insert`]), or refuse ([`Policy::on_refuse`]). The blocks
 //!   behind a refused one are offered and refused without asking for a victim.
-//! - Under least-recently-used only the deepest block of a request need be touched; the caller that
-//!   evicts a leaf passes its `last` to the parent (the later of the two counts). When
-//!   [`Policy::touches_every_block`] is true, every block of a hit goes through [`Policy::on_hit`].
+//! - A hit touches its deepest block, at once. The caller that evicts a leaf passes its `last` and its class to the parent,
+//!   which keeps the larger of both. A policy that learns wants to know of hits of the blocks above, too: those at the
+//!   [`sampled_depths`] go through [`Policy::on_hit`] when the request's first save begins, since a save costs more than
+//!   a lookup may.
 
 mod cohorts;
 mod density;
@@ -23,7 +24,8 @@ mod eviction;
 mod ghost;
 mod leaf;
 mod leafhd;
-mod lru;
+mod leaves;
+mod sample;
 #[cfg(test)]
 mod tests;
 mod tier;
@@ -31,4 +33,5 @@ mod tier;
 pub use doorkeeper::Doorkeeper;
 pub use eviction::{Policy, PolicyKind};
 pub use leaf::{HIT_CLASSES, Leaf};
+pub use sample::sampled_depths;
 pub(crate) use tier::{TENANTS, Tenant, Tenants, TierPolicies};

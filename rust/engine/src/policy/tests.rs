@@ -29,7 +29,7 @@ fn run(
     calls: &[Call],
     mut check: impl FnMut(&[(usize, Leaf)], usize, Option<Leaf>),
 ) {
-    let mut policy = Policy::new(kind, 40, 7);
+    let mut policy = Policy::new(kind, 40);
     let mut model: Vec<(usize, Leaf)> = Vec::new();
     for &call in calls {
         match call {
@@ -51,14 +51,19 @@ fn run(
                 let at = model
                     .iter()
                     .position(|(of, known)| *of == set && known.node == node);
-                let last = at.map_or(0, |at| model.swap_remove(at).1.last);
-                assert_eq!(policy.remove_leaf(set, node, last), at.is_some());
+                let absent = Leaf {
+                    node,
+                    last: 0,
+                    hit_class: 0,
+                };
+                let leaf = at.map_or(absent, |at| model.swap_remove(at).1);
+                assert_eq!(policy.remove_leaf(set, leaf), at.is_some());
             }
             Call::Evict { set } => {
                 let victim = policy.victim(set, 200);
                 check(&model, set, victim);
                 if let Some(leaf) = victim {
-                    assert!(policy.remove_leaf(set, leaf.node, leaf.last));
+                    assert!(policy.remove_leaf(set, leaf));
                     model.retain(|known| *known != (set, leaf));
                 }
             }
@@ -98,15 +103,17 @@ fn teach(policy: &mut Policy, ticks: u64) -> u64 {
         let (hit_class, last) = &mut live[(tick % 10) as usize];
         if *last == 0 {
             *hit_class = policy.on_offer(tick, tick);
-            policy.on_insert(tick, *hit_class, tick);
+            policy.on_insert(tick, 1, *hit_class, tick);
         } else {
-            *hit_class = policy.on_hit(*hit_class, *last, tick);
+            let before = (*hit_class, *last);
+            *hit_class = policy.on_hit(1, before.0, before.1, tick);
+            policy.on_touch(1, before, (*hit_class, tick));
         }
         *last = tick;
         let dead = (tick << 32) | 1;
         assert_eq!(policy.on_offer(dead, tick), 0);
-        policy.on_insert(dead, 0, tick);
-        policy.on_evict(dead, tick, 0);
+        policy.on_insert(dead, 1, 0, tick);
+        policy.on_evict(dead, 1, 0, tick);
         policy.end_of_request(tick);
     }
     ticks
@@ -114,7 +121,7 @@ fn teach(policy: &mut Policy, ticks: u64) -> u64 {
 
 #[test]
 fn leafhd_learns_which_blocks_come_back() {
-    let mut policy = Policy::new(PolicyKind::LeafHd, 20, 3);
+    let mut policy = Policy::new(PolicyKind::LeafHd, 20);
     let tick = teach(&mut policy, 1000);
     let live = Leaf {
         node: 1,
@@ -135,7 +142,7 @@ fn leafhd_learns_which_blocks_come_back() {
 
 #[test]
 fn lru_admits_everything_and_remembers_nothing() {
-    let mut policy = Policy::new(PolicyKind::Lru, 20, 3);
+    let mut policy = Policy::new(PolicyKind::Lru, 20);
     let tick = teach(&mut policy, 100);
     assert!(policy.admit(
         0,
@@ -146,26 +153,26 @@ fn lru_admits_everything_and_remembers_nothing() {
         },
         tick
     ));
-    policy.on_evict(77 << 32, tick, 2);
+    policy.on_evict(77 << 32, 1, 2, tick);
     assert_eq!(policy.on_offer(77 << 32, tick + 1), 0);
-    assert!(!policy.touches_every_block());
+    assert!(!policy.learns());
 }
 
 #[test]
 fn an_evicted_or_refused_block_comes_back_one_class_higher() {
-    let mut policy = Policy::new(PolicyKind::LeafHd, 20, 3);
-    policy.on_insert(10 << 32, 1, 5);
-    policy.on_evict(10 << 32, 5, 1);
+    let mut policy = Policy::new(PolicyKind::LeafHd, 20);
+    policy.on_insert(10 << 32, 1, 1, 5);
+    policy.on_evict(10 << 32, 1, 1, 5);
     assert_eq!(policy.on_offer(10 << 32, 9), 2);
     assert_eq!(policy.on_offer(10 << 32, 9), 0);
 
-    policy.on_refuse(11 << 32, 0, 9);
+    policy.on_refuse(11 << 32, 1, 0, 9);
     assert_eq!(
         policy.on_offer(11 << 32, 9),
         0,
         "offered again by the same request"
     );
-    policy.on_refuse(11 << 32, 0, 9);
+    policy.on_refuse(11 << 32, 1, 0, 9);
     assert_eq!(policy.on_offer(11 << 32, 10), 1);
 }
 
@@ -183,31 +190,75 @@ fn a_block_is_seen_again_until_it_is_forgotten() {
 }
 
 #[test]
-fn the_seed_fixes_the_victims() {
-    let victims = |seed| {
-        let mut policy = Policy::new(PolicyKind::LeafHd, 2000, seed);
-        let tick = teach(&mut policy, 500);
-        for node in 0..2000 {
-            let last = u64::from(node) * tick / 2000;
-            policy.insert_leaf(
-                0,
-                Leaf {
-                    node,
-                    last,
-                    hit_class: (node % 4) as u8,
-                },
-            );
+fn the_victim_is_the_oldest_leaf_of_the_least_dense_class() {
+    let mut policy = Policy::new(PolicyKind::LeafHd, 2000);
+    let tick = teach(&mut policy, 500);
+    for node in 0..400 {
+        let last = tick - u64::from(node / 4);
+        let hit_class = (node % 4) as u8;
+        policy.insert_leaf(
+            0,
+            Leaf {
+                node,
+                last,
+                hit_class,
+            },
+        );
+    }
+    let mut victims = BTreeSet::new();
+    let mut oldest: [u64; 4] = [0; 4];
+    while let Some(leaf) = policy.victim(0, tick) {
+        assert!(policy.remove_leaf(0, leaf));
+        // Nobody comes back to blocks of the first class.
+        assert!(victims.len() >= 100 || leaf.hit_class == 0, "{leaf:?}");
+        let class = &mut oldest[usize::from(leaf.hit_class)];
+        assert!(leaf.last >= *class, "{leaf:?}");
+        *class = leaf.last;
+        victims.insert(leaf.node);
+    }
+    assert_eq!(victims.len(), 400);
+}
+
+#[test]
+fn sampled_depths_stand_for_every_depth_once() {
+    let depths: Vec<u32> = sampled_depths(100).collect();
+    let dense = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40];
+    assert_eq!(depths[..dense.len()], dense);
+    let mut before = 0;
+    for depth in 1..=5000 {
+        let weight = sample::weight(depth);
+        if sampled_depths(5000).any(|sampled| sampled == depth) {
+            assert_eq!(weight, depth - before, "{depth}");
+            before = depth;
+        } else {
+            assert_eq!(weight, 0, "{depth}");
         }
-        let mut victims = Vec::new();
-        while let Some(leaf) = policy.victim(0, tick) {
-            policy.remove_leaf(0, leaf.node, leaf.last);
-            victims.push(leaf.node);
+    }
+    assert_eq!(sampled_depths(u32::MAX).last(), Some(7 << 29));
+}
+
+#[test]
+fn blocks_between_the_sampled_depths_teach_nothing() {
+    let keeps_younger = |depth| {
+        let mut policy = Policy::new(PolicyKind::LeafHd, 20);
+        // Blocks come back 20 ticks after their last use, and never sooner.
+        for tick in 1..=400_u64 {
+            let block = (tick % 20) << 32;
+            let hit_class = policy.on_offer(block, tick);
+            policy.on_insert(block, depth, hit_class, tick);
+            policy.on_evict(block, depth, hit_class, tick);
+            policy.end_of_request(tick);
         }
-        victims
+        let young = Leaf {
+            node: 0,
+            last: 398,
+            hit_class: 3,
+        };
+        let old = Leaf { last: 383, ..young };
+        policy.is_before(&old, &young, 400)
     };
-    assert_eq!(victims(1), victims(1));
-    assert_ne!(victims(1), victims(2));
-    assert_eq!(victims(1).iter().collect::<BTreeSet<_>>().len(), 2000);
+    assert!(!keeps_younger(8), "the older block is about to come back");
+    assert!(keeps_younger(9));
 }
 
 #[test]
@@ -235,12 +286,12 @@ proptest! {
         for (later, pick, gone) in touches {
             now += later;
             if let Some(&(set, last)) = model.get(pick) {
-                cohorts.remove(set, last);
+                cohorts.remove(set, last, 2);
                 model.swap_remove(pick);
             }
             if !gone {
                 let set = (pick % 4) as u8;
-                cohorts.add(set, now);
+                cohorts.add(set, now, 2);
                 model.push((set, now));
             }
             cohorts.advance(now);
@@ -249,7 +300,7 @@ proptest! {
                 for (set, last) in &model {
                     let age = now - last;
                     if age >= from && to.is_none_or(|to| age < to) {
-                        expected[usize::from(*set)] += 1;
+                        expected[usize::from(*set)] += 2;
                     }
                 }
                 prop_assert_eq!(cohorts.blocks_aged(from, to), expected);
@@ -268,7 +319,7 @@ proptest! {
             let known = known.and_then(Option::take).map(|(_, remembered)| remembered);
             prop_assert_eq!(ghosts.take(fingerprint, now), known);
             if push {
-                let remembered = ghost::Remembered { last: now - block, hit_class: (block % 4) as u8 };
+                let remembered = ghost::Remembered { last: now - block, hit_class: (block % 4) as u8, weight: [0, 1, 2, 1 << 28][block as usize % 4] };
                 let dropped = model.len().checked_sub(20).and_then(|oldest| model[oldest].take());
                 prop_assert_eq!(ghosts.push(fingerprint, remembered, now), dropped.map(|(_, remembered)| remembered));
                 model.push(Some((fingerprint, remembered)));

@@ -60,7 +60,7 @@ impl TierPolicies {
     pub(crate) fn new(leaves: Policy) -> Self {
         Self {
             leaves,
-            optional: Policy::new(PolicyKind::Lru, 0, 0),
+            optional: Policy::new(PolicyKind::Lru, 0),
             tenants: 1,
         }
     }
@@ -89,18 +89,13 @@ impl TierPolicies {
     ) -> bool {
         let tenants = self.tenants;
         let policy = self.policy(is_leaf);
-        policy.remove_leaf(set(class, tenant), leaf.node, leaf.last)
-            || (0..tenants).any(|of| policy.remove_leaf(set(class, of), leaf.node, leaf.last))
+        policy.remove_leaf(set(class, tenant), leaf)
+            || (0..tenants).any(|of| policy.remove_leaf(set(class, of), leaf))
     }
 
     /// The candidate of size class `class` to evict next, and its tenant: of the policy's leaf and the oldest node with
     /// optional payloads of each tenant that is not `kept`.
-    pub(crate) fn victim(
-        &mut self,
-        class: Class,
-        tick: u64,
-        kept: Tenants,
-    ) -> Option<(Tenant, Leaf)> {
+    pub(crate) fn victim(&self, class: Class, tick: u64, kept: Tenants) -> Option<(Tenant, Leaf)> {
         let mut first: Option<(Tenant, Leaf)> = None;
         for tenant in (0..self.tenants).filter(|&tenant| !kept.has(tenant)) {
             let Some(own) = self.first(set(class, tenant), tick) else {
@@ -114,7 +109,7 @@ impl TierPolicies {
     }
 
     /// The candidate of a set to evict next.
-    fn first(&mut self, set: usize, tick: u64) -> Option<Leaf> {
+    fn first(&self, set: usize, tick: u64) -> Option<Leaf> {
         let leaf = self.leaves.victim(set, tick);
         let optional = self.optional.victim(set, tick);
         match (leaf, optional) {
@@ -124,13 +119,13 @@ impl TierPolicies {
     }
 
     /// The candidate of size class `class` to evict next where no namespace has a share.
-    pub(crate) fn only_victim(&mut self, class: Class, tick: u64) -> Option<Leaf> {
+    pub(crate) fn only_victim(&self, class: Class, tick: u64) -> Option<Leaf> {
         self.first(set(class, 0), tick)
     }
 
     /// From each set of the tenants that are not `kept`, up to `count` candidates of size class `class` that may be
     /// evicted soon.
-    pub(crate) fn victims(&mut self, class: Class, count: usize, kept: Tenants) -> Vec<Leaf> {
+    pub(crate) fn victims(&self, class: Class, count: usize, kept: Tenants) -> Vec<Leaf> {
         let mut victims = Vec::new();
         for tenant in (0..self.tenants).filter(|&tenant| !kept.has(tenant)) {
             victims.extend(self.leaves.victims(set(class, tenant), count));
@@ -140,14 +135,8 @@ impl TierPolicies {
     }
 
     /// Whether the policy keeps every leaf of `class` rather than store a new block.
-    pub(crate) fn refuses(
-        &mut self,
-        class: Class,
-        hit_class: u8,
-        tick: u64,
-        kept: Tenants,
-    ) -> bool {
-        if !self.leaves.touches_every_block() {
+    pub(crate) fn refuses(&self, class: Class, hit_class: u8, tick: u64, kept: Tenants) -> bool {
+        if !self.leaves.learns() {
             return false;
         }
         let mut tenants = (0..self.tenants).filter(|&tenant| !kept.has(tenant));

@@ -8,6 +8,7 @@ use undercroft_contract::tier::Tier;
 
 use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId, NsId, Touch};
 use crate::metrics::Counters;
+use crate::policy::sampled_depths;
 use crate::resolve::{may_end_at, resolve_part};
 use crate::slots::slot_offset;
 use crate::work;
@@ -378,30 +379,51 @@ impl Residency {
 
     /// Notes a touch of a hit that ends at `id`, at the current tick.
     pub(crate) fn touch_hit(&mut self, id: NodeId) {
-        if self.touches_every_block() {
-            let mut at = id;
-            while at != NONE {
-                work::node();
-                self.touch(at);
-                at = self.node(at).parent();
-            }
-        } else {
-            self.touch(id);
-            for above in self.window_above(id) {
-                self.renew(above);
+        self.touch(id);
+        for above in self.window_above(id) {
+            self.renew(above);
+        }
+    }
+
+    /// Notes the hits of the blocks above a hit that the policies count, at the current tick. The hit has `depth` hash
+    /// blocks of a chain.
+    pub(crate) fn count_hit(&mut self, ns: NsId, hashes: &dyn HashSource, depth: u32) {
+        if !self.learns() {
+            return;
+        }
+        for depth in sampled_depths(depth) {
+            let hash = hashes.get(depth as usize - 1);
+            let found = hash.and_then(|hash| self.forest.find(ns, &hash));
+            // If the hashes are no chain, only a node whose depth is its hash's position counts.
+            if let Some(node) = found.filter(|&node| self.node(node).depth == depth) {
+                self.touch(node);
             }
         }
     }
 
     /// Sets a node's last use to the current tick, without counting a hit.
     pub(crate) fn renew(&mut self, id: NodeId) {
-        // A policy that learns ages accounts for every change of an age by itself.
-        if self.node(id).touch().last != self.tick && !self.touches_every_block() {
-            self.withdraw(id);
-            self.forest.node_mut(id).set_last(self.tick);
-            self.refresh(id);
+        let before = self.node(id).touch();
+        if before.last != self.tick {
+            let last = self.tick;
+            self.set_touch(id, Touch { last, ..before });
             self.note_touch(id);
         }
+    }
+
+    /// Changes a node's last touch and hit class.
+    pub(super) fn set_touch(&mut self, id: NodeId, touch: Touch) {
+        self.withdraw(id);
+        let (before, depth) = (self.node(id).touch(), self.node(id).depth);
+        let pair = |touch: Touch| (touch.hit_class, touch.last);
+        for tier in Tier::ALL {
+            if self.node(id).slots(tier) > 0 {
+                let policy = &mut self.policies(self.region(id, tier)).leaves;
+                policy.on_touch(depth, pair(before), pair(touch));
+            }
+        }
+        self.forest.node_mut(id).set_touch(touch);
+        self.refresh(id);
     }
 
     /// Marks the records of a node's payloads on disk: a later write stores the last touch in them.
@@ -423,24 +445,20 @@ impl Residency {
     /// Notes a touch at the current tick.
     fn touch(&mut self, id: NodeId) {
         let tick = self.tick;
-        if self.node(id).touch().last == tick {
+        let (before, depth) = (self.node(id).touch(), self.node(id).depth);
+        if before.last == tick {
             return;
         }
-        self.withdraw(id);
-        let before = self.node(id).touch();
         let mut hit_class = before.hit_class;
         for tier in Tier::ALL {
             if self.node(id).slots(tier) > 0 {
                 let region = self.region(id, tier);
                 let policy = &mut self.policies(region).leaves;
-                hit_class = policy.on_hit(before.hit_class, before.last, tick);
+                hit_class = policy.on_hit(depth, before.hit_class, before.last, tick);
             }
         }
-        self.forest.node_mut(id).set_touch(Touch {
-            last: tick,
-            hit_class,
-        });
-        self.refresh(id);
+        let last = tick;
+        self.set_touch(id, Touch { last, hit_class });
         self.note_touch(id);
     }
 }
@@ -534,10 +552,9 @@ impl Residency {
         let parent = self.parent(id);
         if on_disk && self.is_host_leaf(id) {
             self.evict(id, Tier::Host, counters);
-        } else if !self.touches_every_block() {
-            self.withdraw(id);
-            self.forest.node_mut(id).set_last(0);
-            self.refresh(id);
+        } else {
+            let touch = self.node(id).touch();
+            self.set_touch(id, Touch { last: 0, ..touch });
         }
         parent
     }

@@ -432,7 +432,7 @@ impl Residency {
         work::eviction();
         self.evict_payload((id, group), tier, counters);
         if let Some(parent) = self.parent(id) {
-            self.inherit_touch(parent, tier, self.node(id).touch().last);
+            self.inherit_touch(parent, self.node(id).touch());
         }
         if self.node(id).children() > 0 && self.lacks_payload(id) {
             let hidden = self.make_gap(id);

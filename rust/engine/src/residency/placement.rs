@@ -244,7 +244,7 @@ impl Residency {
     /// Evicts a candidate's payloads of a tier, as far as they may be evicted.
     pub(super) fn evict(&mut self, id: NodeId, tier: Tier, counters: &mut Counters) {
         work::eviction();
-        let (parent, last) = (self.parent(id), self.node(id).touch().last);
+        let (parent, touch) = (self.parent(id), self.node(id).touch());
         let evictability = self.node(id).evictability(tier);
         assert_ne!(
             evictability,
@@ -254,7 +254,7 @@ impl Residency {
         let is_leaf = evictability == Evictability::Leaf;
         self.evict_payloads(id, tier, is_leaf, counters);
         if is_leaf && let Some(parent) = parent {
-            self.inherit_touch(parent, tier, last);
+            self.inherit_touch(parent, touch);
         }
         self.reconcile(id);
     }
@@ -281,23 +281,24 @@ impl Residency {
         {
             return false;
         }
-        let (parent, last) = (self.parent(id), node.touch().last);
+        let (parent, touch) = (self.parent(id), node.touch());
         self.evict_payloads(id, Tier::Host, true, counters);
         if let Some(parent) = parent {
-            self.inherit_touch(parent, Tier::Host, last);
+            self.inherit_touch(parent, touch);
         }
         true
     }
 
-    /// Under LRU a hit touches only its deepest block: when this block is evicted, its parent inherits the touch.
-    pub(super) fn inherit_touch(&mut self, parent: NodeId, tier: Tier, last: u64) {
-        let leaves = &self.policies(self.region(parent, tier)).leaves;
-        if leaves.touches_every_block() || self.node(parent).touch().last >= last {
-            return;
+    /// A hit touches only its deepest block at once: when this block is evicted, its parent inherits the touch.
+    pub(super) fn inherit_touch(&mut self, parent: NodeId, child: Touch) {
+        let own = self.node(parent).touch();
+        let inherited = Touch {
+            last: own.last.max(child.last),
+            hit_class: own.hit_class.max(child.hit_class),
+        };
+        if inherited != own {
+            self.set_touch(parent, inherited);
         }
-        self.withdraw(parent);
-        self.forest.node_mut(parent).set_last(last);
-        self.refresh(parent);
     }
 
     fn evict_payloads(&mut self, id: NodeId, tier: Tier, all: bool, counters: &mut Counters) {
@@ -386,16 +387,10 @@ impl Residency {
 
     /// Adds the slots of a directory that was absent. A namespace whose payloads do not fit the directory's pages
     /// is not written there.
-    pub(crate) fn open_disk(
-        &mut self,
-        device: DeviceIndex,
-        image: &DeviceImage,
-        kind: PolicyKind,
-        seed: u64,
-    ) {
+    pub(crate) fn open_disk(&mut self, device: DeviceIndex, image: &DeviceImage, kind: PolicyKind) {
         let disk = &mut self.disks[device.index()];
         assert!(disk.is_absent(), "directory {device:?} is opened once");
-        *disk = Disk::new(image, new_policy(kind, image.capacity, seed), Vec::new());
+        *disk = Disk::new(image, new_policy(kind, image.capacity), Vec::new());
         for geometry in &mut self.geometry {
             let groups = geometry.spec.groups.iter();
             let class = |group: &GroupSpec| match group.kind {
@@ -518,9 +513,9 @@ impl Residency {
     }
 
     /// Lets the policy of the arena remember a block that was offered and is not saved.
-    pub(crate) fn refuse_block(&mut self, fingerprint: u64, hit_class: u8) {
+    pub(crate) fn refuse_block(&mut self, fingerprint: u64, depth: u32, hit_class: u8) {
         let policy = &mut self.host_policies.leaves;
-        policy.on_refuse(fingerprint, hit_class, self.tick);
+        policy.on_refuse(fingerprint, depth, hit_class, self.tick);
     }
 
     /// Whether a region is full and its policy keeps every leaf of a new payload's size class.

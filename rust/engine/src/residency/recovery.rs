@@ -63,13 +63,7 @@ impl Adoption {
 
 impl Residency {
     /// Adds a directory without its records. `instances` is the directory's namespace table.
-    pub(crate) fn add_disk(
-        &mut self,
-        image: &DeviceImage,
-        kind: PolicyKind,
-        seed: u64,
-        instances: Vec<u64>,
-    ) {
+    pub(crate) fn add_disk(&mut self, image: &DeviceImage, kind: PolicyKind, instances: Vec<u64>) {
         assert!(
             self.disks.len() < DeviceIndex::COUNT_MAX,
             "the number of directories is checked when they are opened"
@@ -78,7 +72,7 @@ impl Residency {
             self.geometry.is_empty(),
             "directories are attached before namespaces are known"
         );
-        let policy = new_policy(kind, image.capacity, seed);
+        let policy = new_policy(kind, image.capacity);
         self.disks.push(Disk::new(image, policy, instances));
         self.page_moves.push(PageMove::default());
     }
@@ -334,9 +328,9 @@ impl Residency {
             if node.slots(Tier::Disk) == 0 {
                 continue;
             }
-            let (touch, fingerprint) = (node.touch(), node.hash.fingerprint());
+            let (touch, fingerprint, depth) = (node.touch(), node.hash.fingerprint(), node.depth);
             let policy = &mut self.disk_mut(node.device).policies.leaves;
-            policy.on_insert(fingerprint, touch.hit_class, touch.last);
+            policy.on_insert(fingerprint, depth, touch.hit_class, touch.last);
             self.count_active(parent);
         }
         self.allow_rest(usize::MAX);

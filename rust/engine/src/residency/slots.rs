@@ -3,7 +3,7 @@
 use undercroft_contract::tier::Tier;
 
 use crate::disk::Disk;
-use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId};
+use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId, Touch};
 use crate::metrics::Counters;
 use crate::slots::{Class, Owner, slot_number, slot_offset};
 
@@ -300,10 +300,10 @@ impl Residency {
         let slots = node.slots(tier) + 1;
         node.set_slots(tier, slots);
         if slots == 1 {
-            let (touch, fingerprint) = (node.touch(), node.hash.fingerprint());
+            let (touch, fingerprint, depth) = (node.touch(), node.hash.fingerprint(), node.depth);
             let region = self.region(id, tier);
             let policy = &mut self.policies(region).leaves;
-            policy.on_insert(fingerprint, touch.hit_class, touch.last);
+            policy.on_insert(fingerprint, depth, touch.hit_class, touch.last);
         }
         if !was_active {
             self.activity_changed(id, tier, true);
@@ -335,14 +335,15 @@ impl Residency {
             .unwrap_or_else(|| panic!("node {id} has no slot in {tier:?}"));
         node.set_slots(tier, slots);
         if slots == 0 {
-            let (touch, ns, hash) = (node.touch(), node.ns, node.hash);
+            let (touch, ns, hash, depth) = (node.touch(), node.ns, node.hash, node.depth);
+            let Touch { last, hit_class } = touch;
             let fingerprint = hash.fingerprint();
             self.note_departure((ns, hash), tier, loss == Loss::Evicted);
             let region = self.region(id, tier);
             let policy = &mut self.policies(region).leaves;
             match loss {
-                Loss::Evicted => policy.on_evict(fingerprint, touch.last, touch.hit_class),
-                Loss::Erased | Loss::Dropped => policy.on_drop(touch.last, touch.hit_class),
+                Loss::Evicted => policy.on_evict(fingerprint, depth, hit_class, last),
+                Loss::Erased | Loss::Dropped => policy.on_drop(depth, hit_class, last),
             }
         }
         if !self.forest.is_active(id, tier) {
@@ -548,10 +549,10 @@ impl Residency {
         if node.slots(Tier::Disk) > 0 {
             return;
         }
-        let (touch, fingerprint) = (node.touch(), node.hash.fingerprint());
+        let (touch, fingerprint, depth) = (node.touch(), node.hash.fingerprint(), node.depth);
         if let Some(device) = self.choose_disk(id, now_ns) {
             let policy = &mut self.disk_mut(device).policies.leaves;
-            policy.on_refuse(fingerprint, touch.hit_class, touch.last);
+            policy.on_refuse(fingerprint, depth, touch.hit_class, touch.last);
         }
     }
 }

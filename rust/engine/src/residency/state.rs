@@ -91,7 +91,7 @@ pub(crate) struct Residency {
 impl Residency {
     pub(crate) fn new(config: &EngineConfig) -> Self {
         let host_bytes = config.host_bytes;
-        let policy = new_policy(config.policy, host_bytes, config.seed);
+        let policy = new_policy(config.policy, host_bytes);
         Self {
             forest: Forest::new(config.seed),
             host: Slots::new(host_bytes, page_bytes_for(host_bytes)),
@@ -205,13 +205,12 @@ impl Residency {
         self.tick
     }
 
-    /// Ends the request of the current tick: policies may learn.
+    /// Ends the request of the current tick: one of the policies may learn.
     pub(crate) fn end_of_request(&mut self) {
         let tick = self.tick;
-        self.host_policies.leaves.end_of_request(tick);
-        for disk in &mut self.disks {
-            disk.policies.leaves.end_of_request(tick);
-        }
+        let disks = self.disks.iter_mut().map(|disk| &mut disk.policies);
+        let mut policies = std::iter::once(&mut self.host_policies).chain(disks);
+        policies.any(|policies| policies.leaves.end_of_request(tick));
     }
 
     /// Slots freed since the start in one tier.
@@ -235,9 +234,9 @@ impl Residency {
         !self.any_disk_takes_writes(now_ns) && self.disks.iter().any(is_silent)
     }
 
-    /// Whether the policy of the arena counts every block of a hit, not only the deepest.
-    pub(crate) fn touches_every_block(&self) -> bool {
-        self.host_policies.leaves.touches_every_block()
+    /// Whether the policies learn, and weigh each block.
+    pub(crate) fn learns(&self) -> bool {
+        self.host_policies.leaves.learns()
     }
 
     pub(super) fn policies(&mut self, region: Region) -> &mut TierPolicies {
@@ -271,10 +270,10 @@ impl Residency {
 }
 
 /// A policy for a region of `bytes`.
-pub(super) fn new_policy(kind: PolicyKind, bytes: u64, seed: u64) -> Policy {
+pub(super) fn new_policy(kind: PolicyKind, bytes: u64) -> Policy {
     let blocks = (bytes >> BLOCK_BYTES_LOG2).max(POLICY_BLOCKS_MIN);
     let blocks = usize::try_from(blocks).expect("a 64-bit machine");
-    Policy::new(kind, blocks, seed)
+    Policy::new(kind, blocks)
 }
 
 /// A region that slots are allocated from.

@@ -38,14 +38,12 @@ impl Engine {
     pub fn attach_disks(&mut self, images: Vec<DeviceImage>) -> Recovery {
         let mut recovery = Recovery::default();
         let mut entries = Vec::new();
-        for (device, image) in (0u64..).zip(&images) {
+        for image in &images {
             let of_device = decode_entries(&image.super_bytes);
             let instances = of_device.iter();
             let instances = instances.map(|entry| entry.as_ref().map_or(0, |of| of.instance));
-            // Each directory's policy draws other samples.
-            let seed = self.config.seed ^ (device + 1);
             self.residency
-                .add_disk(image, self.config.policy, seed, instances.collect());
+                .add_disk(image, self.config.policy, instances.collect());
             entries.push(of_device);
         }
         self.operations.set_devices(self.residency.disks().len());
@@ -77,9 +75,7 @@ impl Engine {
     /// Begins to use a directory that was absent ([`DeviceImage::absent`]) and holds no blocks.
     pub fn open_disk(&mut self, device: u16, image: &DeviceImage) {
         let device = DeviceIndex::new(usize::from(device));
-        let seed = self.config.seed ^ (u64::from(device.number()) + 1);
-        self.residency
-            .open_disk(device, image, self.config.policy, seed);
+        self.residency.open_disk(device, image, self.config.policy);
         for ns in self.residency.forest().namespaces() {
             self.namespaces.enter(ns, &mut self.residency);
         }

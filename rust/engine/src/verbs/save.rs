@@ -11,7 +11,7 @@ use undercroft_contract::session::{
     Offer, SaveEnd, SaveRefusal, SaveRequest, Tokens, TransferId, append_extents,
 };
 
-use crate::forest::{DiskState, HostState, NONE, NodeId};
+use crate::forest::{DiskState, HostState, NONE, NodeId, NsId};
 
 use super::super::ids::{RequestId, SessionId, TransferKey, id_of};
 use super::super::residency::Region;
@@ -86,7 +86,8 @@ impl Engine {
         self.residency.allow_page_moves(self.config.visits / 2);
         self.residency.allow_rest(self.config.tells);
         // Blocks that this request has saved or found before are not counted as found again.
-        let known = state.saved.get(save.request).copied().unwrap_or(0);
+        let before = state.saved.get(save.request).copied();
+        let known = before.unwrap_or(0);
         let (ns, request) = (state.ns, state.requests.get(save.request).copied());
         let tokens = save.tokens.0 / self.residency.hash_block_size(ns);
         let hash_blocks = (tokens as usize).min(save.hashes.len()) as u32;
@@ -95,6 +96,9 @@ impl Engine {
         self.residency.continue_removals(self.config.removals);
         let found = self.residency.deepest(ns, &hashes, |_| true);
         let (anchor, depth) = found.unwrap_or((NONE, 0));
+        if before.is_none() {
+            self.count_request(ns, &hashes, depth, request);
+        }
         self.pins
             .used(ns, save.hashes, depth, self.now_ns, &self.residency);
         // A request that has become shorter has no new blocks.
@@ -142,6 +146,25 @@ impl Engine {
             }),
         });
         Some(id_of(key))
+    }
+
+    /// Notes, at a request's first save, the hits of the blocks that are in the index.
+    fn count_request(
+        &mut self,
+        ns: NsId,
+        hashes: &Limited<'_>,
+        depth: u32,
+        request: Option<RequestId>,
+    ) {
+        // A request that has not looked up anything takes a tick of its own here.
+        let tick = request.map(|id| self.sessions.requests[id].tick);
+        if tick != Some(self.residency.tick()) {
+            self.residency.next_tick();
+        }
+        self.residency.count_hit(ns, hashes, depth);
+        if request.is_none() {
+            self.residency.end_of_request();
+        }
     }
 
     /// Continues a save that [`Engine::start_save`] has started, with the same request.
@@ -389,7 +412,7 @@ impl Engine {
         if plan.cursor.blocks.not_admitted > 0 {
             // No lookup reaches a block behind a missing block.
             plan.cursor.blocks.offered = plan.cursor.blocks.offered.max(depth);
-            self.residency.refuse_block(fingerprint, hit_class);
+            self.residency.refuse_block(fingerprint, depth, hit_class);
             return SaveStep::Block;
         }
         let node = self
@@ -407,7 +430,7 @@ impl Engine {
             }
             plan.cursor.blocks.not_admitted = depth;
             plan.cursor.blocks.offered = plan.cursor.blocks.offered.max(depth);
-            self.residency.refuse_block(fingerprint, hit_class);
+            self.residency.refuse_block(fingerprint, depth, hit_class);
             return SaveStep::Block;
         }
         plan.cursor.blocks.offered = plan.cursor.blocks.offered.max(depth);

@@ -90,7 +90,7 @@ impl WriteBack {
     ) {
         let residency = &mut *parts.residency;
         // A policy that weighs every block has refused the ancestor already.
-        let weighed = residency.touches_every_block() && !write.admitted;
+        let weighed = residency.learns() && !write.admitted;
         let refused_lately = self.refusals.of(ancestor, residency, parts.now_ns);
         if let Some(why) = refused_lately {
             self.refuse(write.node, write.group, why, parts);
