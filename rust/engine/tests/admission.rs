@@ -104,6 +104,22 @@ fn without_a_single_hit_the_oldest_prompts_go() {
     assert_eq!(kept, [17, 18, 19, 20]);
 }
 
+/// Programs that save without lookups have a time, too.
+#[test]
+fn saves_without_lookups_advance_the_order() {
+    for policy in [PolicyKind::Lru, PolicyKind::LeafHd] {
+        let (mut engine, session) = engine(policy, 0);
+        for name in [1, 2, 3, 4, 1, 5, 6, 7] {
+            save(&mut engine, session, &format!("r{name}"), &prompt(name, 4));
+            engine.finish_request(session, &format!("r{name}"));
+        }
+        let kept: Vec<u8> = (1..=7)
+            .filter(|&name| hit(&mut engine, session, "probe", &prompt(name, 4)) == 4)
+            .collect();
+        assert_eq!(kept, [1, 5, 6, 7], "{policy:?}");
+    }
+}
+
 /// Carries out the operations that the engine asks of the disk.
 fn settle(engine: &mut Engine) {
     let mut started = Started::default();

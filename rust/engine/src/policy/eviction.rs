@@ -14,10 +14,10 @@ use super::sample::weight;
 #[serde(rename_all = "lowercase")]
 pub enum PolicyKind {
     /// The least recently used leaf is evicted; every block is admitted.
+    #[default]
     Lru,
     /// Learned hit density: the leaf with the fewest expected hits per tick is evicted; a block with fewer
     /// expected hits is not admitted.
-    #[default]
     LeafHd,
 }
 

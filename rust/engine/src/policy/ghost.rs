@@ -62,7 +62,7 @@ impl GhostList {
             self.unlink(place, tag_of(leaving));
             unpack(leaving as u32, now)
         });
-        let tag = tag_of(fingerprint);
+        let tag = tag_from(fingerprint);
         self.ring[place as usize] = (u64::from(tag) << 32) | u64::from(pack(block));
         self.link(place, tag);
         dropped
@@ -70,7 +70,7 @@ impl GhostList {
 
     /// Removes the remembered facts of a block.
     pub(super) fn take(&mut self, fingerprint: u64, now: u64) -> Option<Remembered> {
-        let tag = tag_of(fingerprint);
+        let tag = tag_from(fingerprint);
         let mut at = self.home(tag);
         loop {
             let place = self.table[at].checked_sub(1)? as usize;
@@ -127,9 +127,14 @@ impl GhostList {
     }
 }
 
-/// The half of a fingerprint, or of an entry, that is compared.
-fn tag_of(fingerprint: u64) -> u32 {
-    (fingerprint >> 32) as u32
+/// The half of an entry that is compared.
+fn tag_of(entry: u64) -> u32 {
+    (entry >> 32) as u32
+}
+
+/// The tag of a fingerprint. A client's keys may differ in few bits, so all bits count.
+fn tag_from(fingerprint: u64) -> u32 {
+    tag_of(fingerprint.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
 /// Weight, class and tick modulo 2^25 in one word. A word that would be 0 is moved by a tick.

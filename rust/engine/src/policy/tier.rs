@@ -134,18 +134,28 @@ impl TierPolicies {
         victims
     }
 
-    /// Whether the policy keeps every leaf of `class` rather than store a new block.
-    pub(crate) fn refuses(&self, class: Class, hit_class: u8, tick: u64, kept: Tenants) -> bool {
+    /// Whether the policy keeps every leaf rather than store a new block of `class`, one of `classes`. Leaves of other size
+    /// classes count, since their pages may come to this class: else a class whose own leaves are all in use would not
+    /// grow while another class holds blocks that nobody uses.
+    pub(crate) fn refuses(
+        &self,
+        class: Class,
+        mut classes: std::ops::Range<Class>,
+        hit_class: u8,
+        tick: u64,
+        kept: Tenants,
+    ) -> bool {
         if !self.leaves.learns() {
             return false;
         }
         let mut tenants = (0..self.tenants).filter(|&tenant| !kept.has(tenant));
         let has_optional =
             tenants.any(|tenant| self.optional.victim(set(class, tenant), tick).is_some());
-        !has_optional
-            && self
-                .victim(class, tick, kept)
-                .is_some_and(|(_, victim)| !self.leaves.admit(hit_class, &victim, tick))
+        let keeps = |of| {
+            let victim = self.victim(of, tick, kept);
+            victim.map(|(_, victim)| !self.leaves.admit(hit_class, &victim, tick))
+        };
+        !has_optional && keeps(class) == Some(true) && classes.all(|of| keeps(of) != Some(false))
     }
 
     /// Candidates of a size class: leaves, or the others.

@@ -388,7 +388,7 @@ impl Residency {
     /// Notes the hits of the blocks above a hit that the policies count, at the current tick. The hit has `depth` hash
     /// blocks of a chain.
     pub(crate) fn count_hit(&mut self, ns: NsId, hashes: &dyn HashSource, depth: u32) {
-        if !self.learns() {
+        if !self.host_policies.leaves.learns() {
             return;
         }
         for depth in sampled_depths(depth) {

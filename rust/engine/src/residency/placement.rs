@@ -527,11 +527,11 @@ impl Residency {
         hit_class: u8,
     ) -> bool {
         let (class, tick) = (self.class(id, region, group), self.tick);
-        let kept = self.kept(region);
+        let (kept, classes) = (self.kept(region), self.slots(region).classes());
         // A tenant may have its share, whatever others' blocks are worth.
         !kept.has(self.shares.of(self.node(id).ns))
             && self.slots(region).is_full(class)
-            && (self.policies(region)).refuses(class, hit_class, tick, kept)
+            && (self.policies(region)).refuses(class, classes, hit_class, tick, kept)
     }
 
     /// Adds a block below `parent` (`NONE`: a root), without payloads.

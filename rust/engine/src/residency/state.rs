@@ -234,11 +234,6 @@ impl Residency {
         !self.any_disk_takes_writes(now_ns) && self.disks.iter().any(is_silent)
     }
 
-    /// Whether the policies learn, and weigh each block.
-    pub(crate) fn learns(&self) -> bool {
-        self.host_policies.leaves.learns()
-    }
-
     pub(super) fn policies(&mut self, region: Region) -> &mut TierPolicies {
         match region {
             Region::Host => &mut self.host_policies,

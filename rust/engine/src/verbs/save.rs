@@ -97,7 +97,7 @@ impl Engine {
         let found = self.residency.deepest(ns, &hashes, |_| true);
         let (anchor, depth) = found.unwrap_or((NONE, 0));
         if before.is_none() {
-            self.count_request(ns, &hashes, depth, request);
+            self.count_request(ns, &hashes, (anchor, depth), request);
         }
         self.pins
             .used(ns, save.hashes, depth, self.now_ns, &self.residency);
@@ -153,7 +153,7 @@ impl Engine {
         &mut self,
         ns: NsId,
         hashes: &Limited<'_>,
-        depth: u32,
+        (anchor, depth): (NodeId, u32),
         request: Option<RequestId>,
     ) {
         // A request that has not looked up anything takes a tick of its own here.
@@ -163,6 +163,9 @@ impl Engine {
         }
         self.residency.count_hit(ns, hashes, depth);
         if request.is_none() {
+            if anchor != NONE {
+                self.residency.touch_hit(anchor);
+            }
             self.residency.end_of_request();
         }
     }
@@ -541,7 +544,9 @@ impl Engine {
         self.tell_listeners();
         // With disks, the arena admits each payload: payloads reach disk through the arena, and the disk's policy
         // decides.
-        let weighs = self.residency.disks().is_empty();
+        let is_lowest = self.residency.disks().is_empty();
+        // A gap is not weighed: what lies behind it is worth nothing without it.
+        let weighs = is_lowest && plan.cursor.gaps.found.is_empty();
         let residency = &mut self.residency;
         let bytes = residency.slot_bytes(node, group);
         if weighs && residency.refuses_new(node, group, Region::Host, hit_class) {

@@ -89,12 +89,10 @@ impl WriteBack {
         parts: &mut EngineParts<'_>,
     ) {
         let residency = &mut *parts.residency;
-        // A policy that weighs every block has refused the ancestor already.
-        let weighed = residency.learns() && !write.admitted;
         let refused_lately = self.refusals.of(ancestor, residency, parts.now_ns);
         if let Some(why) = refused_lately {
             self.refuse(write.node, write.group, why, parts);
-        } else if write.ancestor_group == Some(missing) || weighed {
+        } else if write.ancestor_group == Some(missing) {
             self.refuse(write.node, write.group, WriteRefusal::Ancestor, parts);
         } else {
             self.enqueue_ancestor_first((ancestor, missing), write, residency);

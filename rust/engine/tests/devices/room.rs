@@ -2,6 +2,7 @@
 
 use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
 use undercroft_contract::session::{LookupRequest, SaveRequest, Tokens};
+use undercroft_engine::policy::PolicyKind;
 use undercroft_engine::{Due, EngineConfig};
 
 use crate::rig::{HASH_BLOCK, Rig, prompt};
@@ -73,8 +74,13 @@ fn a_write_does_not_wait_for_searches_in_vain_of_one_directory_after_the_other()
 
 #[test]
 fn a_block_that_found_no_room_is_written_with_the_next_one_when_slots_were_freed() {
+    [PolicyKind::Lru, PolicyKind::LeafHd].map(writes_both);
+}
+
+fn writes_both(policy: PolicyKind) {
     let config = EngineConfig {
         seed: 42,
+        policy,
         ..EngineConfig::new(4 << 20)
     };
     let mut rig = Rig::new(config, &[BLOCKS * u64::from(PAYLOAD)], PAYLOAD);

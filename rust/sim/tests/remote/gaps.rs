@@ -5,6 +5,7 @@ use undercroft_contract::key::BlockHash;
 use undercroft_contract::namespace::NamespaceSpec;
 use undercroft_contract::remote::RemoteWrite;
 use undercroft_contract::session::{LookupRequest, Offer, SaveRefusal, SaveRequest, Tokens};
+use undercroft_engine::policy::PolicyKind;
 use undercroft_engine::{Engine, SessionId};
 
 use crate::rig::{BLOCK, Host, Random, SLOT, chain, config, model};
@@ -42,7 +43,17 @@ fn gaps(engine: &Engine) -> u64 {
 /// A host without a disk whose arena is full. Of the prompt it has the blocks before the gap and `behind` blocks behind
 /// the gap, which are the next to be evicted.
 fn host_with_gap(behind: usize, hashes: &[BlockHash], segment: u64) -> (Host, SessionId) {
+    host_with_gap_under(PolicyKind::Lru, behind, hashes, segment)
+}
+
+fn host_with_gap_under(
+    policy: PolicyKind,
+    behind: usize,
+    hashes: &[BlockHash],
+    segment: u64,
+) -> (Host, SessionId) {
     let mut config = config(64, segment);
+    config.policy = policy;
     config.remote.as_mut().expect("it is set").write = RemoteWrite::None;
     config.promotion_bytes = config.host_bytes;
     config.removals = 1024;
@@ -146,8 +157,12 @@ fn an_object_ends_at_a_block_that_its_own_eviction_bares() {
 /// A client that holds a part of the gap, and blocks behind it.
 #[test]
 fn a_save_fills_a_gap_up_to_the_first_block_that_its_client_lacks() {
+    [PolicyKind::Lru, PolicyKind::LeafHd].map(fills_a_gap);
+}
+
+fn fills_a_gap(policy: PolicyKind) {
     let hashes = chain(&[(1, ALL as u32)]);
-    let (mut host, session) = host_with_gap(7, &hashes, 4);
+    let (mut host, session) = host_with_gap_under(policy, 7, &hashes, 4);
     let range = |first, end| Offer {
         group: 0,
         first_block: first as u32,
