@@ -79,6 +79,8 @@ FOREIGN = {"AWS_ALLOW_INVALID_CERTIFICATES", "LOAD", "LOOKUP", "SAVE", "PyO3"} |
 OFFLOADING_KEYS = {"spec_name", "cpu_bytes_to_use", "secondary_tiers", "type", "module_path"}
 """Keys of vLLM's offloading, which may have undercroft as a tier."""
 FOREIGN_FLAGS = {
+    "--example",
+    "--unfreeze",
     "--offline",
     "--bench",
     "--block-size",

@@ -9,7 +9,7 @@ use super::sample::weight;
 /// Most ticks between two relearnings.
 const RELEARN_TICKS: u64 = 50;
 /// A young policy relearns more often: whenever its age has grown by a part of this number, and at least after
-/// [`RELEARN_TICKS_MIN`]. What a small tier learns late keeps new blocks out in the meantime.
+/// [`RELEARN_TICKS_MIN`]. A small tier that learns late keeps new blocks out in the meantime.
 const RELEARN_PARTS: u64 = 16;
 const RELEARN_TICKS_MIN: u64 = 10;
 /// Remembered blocks for each block of capacity. A short memory breaks the estimate: only the memory
@@ -20,7 +20,7 @@ const GHOSTS_MIN: usize = 1000;
 /// ages that the buckets distinguish.
 const GHOSTS_MAX: usize = 4 << 20;
 
-/// What a policy has learned, and the blocks that it counts: see [`super::sample`].
+/// The learned densities, and the blocks that the policy counts: see [`super::sample`].
 #[derive(Debug)]
 pub(super) struct LeafHd {
     density: Density,

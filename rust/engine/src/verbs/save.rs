@@ -545,7 +545,7 @@ impl Engine {
         // With disks, the arena admits each payload: payloads reach disk through the arena, and the disk's policy
         // decides.
         let is_lowest = self.residency.disks().is_empty();
-        // A gap is not weighed: what lies behind it is worth nothing without it.
+        // A gap is not weighed: the blocks behind it are worth nothing without it.
         let weighs = is_lowest && plan.cursor.gaps.found.is_empty();
         let residency = &mut self.residency;
         let bytes = residency.slot_bytes(node, group);
