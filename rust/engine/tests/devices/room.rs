@@ -74,7 +74,9 @@ fn a_write_does_not_wait_for_searches_in_vain_of_one_directory_after_the_other()
 
 #[test]
 fn a_block_that_found_no_room_is_written_with_the_next_one_when_slots_were_freed() {
-    [PolicyKind::Lru, PolicyKind::LeafHd].map(writes_both);
+    for policy in [PolicyKind::Lru, PolicyKind::LeafHd] {
+        writes_both(policy);
+    }
 }
 
 fn writes_both(policy: PolicyKind) {

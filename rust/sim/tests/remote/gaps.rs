@@ -157,7 +157,9 @@ fn an_object_ends_at_a_block_that_its_own_eviction_bares() {
 /// A client that holds a part of the gap, and blocks behind it.
 #[test]
 fn a_save_fills_a_gap_up_to_the_first_block_that_its_client_lacks() {
-    [PolicyKind::Lru, PolicyKind::LeafHd].map(fills_a_gap);
+    for policy in [PolicyKind::Lru, PolicyKind::LeafHd] {
+        fills_a_gap(policy);
+    }
 }
 
 fn fills_a_gap(policy: PolicyKind) {
