@@ -32,7 +32,7 @@ pub const ENTRY_BYTES: usize = NAMESPACE_BYTES - BLOCK_BYTES;
 /// Entries of the namespace table.
 pub const NAMESPACES_MAX: usize = 128;
 
-/// The last tick at which a block can be used. With one tick for each request, it is centuries away.
+/// The last tick at which a block can be used. With a few ticks for each request, it is centuries away.
 pub const TICK_MAX: u64 = (1 << 44) - 1;
 
 /// A later tick in a file counts as this tick. The engine continues from the latest tick of all records, and as many

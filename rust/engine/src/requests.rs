@@ -16,11 +16,11 @@ pub(super) type Requests = SlotMap<RequestId, RequestState>;
 #[derive(Debug)]
 pub(super) struct RequestState {
     pub(super) session: SessionId,
-    /// Tick of its arrival.
+    /// Tick of its arrival, then that of its hit.
     pub(super) tick: u64,
     pub(super) planned: Planned,
-    /// The request's hit was counted.
-    pub(super) touched: bool,
+    /// Hash blocks of its first hit, which was counted; 0 before.
+    pub(super) hit: u32,
     /// See [`SessionSpec::dropped_tokens`](undercroft_contract::session::SessionSpec::dropped_tokens).
     pub(super) dropped_tokens: u32,
     /// See [`NamespaceSpec::alignment_tokens`](undercroft_contract::namespace::NamespaceSpec::alignment_tokens): hits end at multiples.

@@ -237,7 +237,7 @@ impl Sessions {
                 session,
                 tick: tick(),
                 planned: Planned::default(),
-                touched: false,
+                hit: 0,
                 dropped_tokens: state.dropped_tokens,
                 alignment_tokens: state.alignment_tokens,
                 shared: Tokens(0),

@@ -23,8 +23,8 @@ use crate::error::HostError;
 use crate::remote_tier::RemoteTier;
 use crate::retry::{self, SharedDirectories};
 
-/// An engine and its threads. Its directories are locked until it is stopped or dropped, and no operation on them is in
-/// flight.
+/// An engine and its threads. Its directories are locked until it is stopped or dropped and no operation on them is in
+/// flight any more.
 #[derive(Debug)]
 pub struct RunningEngine {
     driver: Arc<Driver>,

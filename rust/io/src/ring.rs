@@ -381,7 +381,12 @@ impl Ring {
     /// False if the kernel refuses the wait, as to another thread than the ring's.
     pub(super) fn drain(&mut self) -> bool {
         while self.pending > 0 && self.enter(None).is_ok() {
+            let before = self.pending;
             while self.reap().is_some() {}
+            if self.pending == before {
+                // A kernel that is short of something answers at once.
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
         self.pending == 0
     }

@@ -41,7 +41,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Longest wait for the thread of a client that ends. The thread also closes the engine that it may have opened in the
 /// place of the server, or may be opening.
-const END_LIMIT: Duration = Duration::from_secs(20);
+const END_LIMIT: Duration = Duration::from_secs(30);
 
 /// Time for which the thread stays awake after it has sent or received frames: the next lookups of a step and the
 /// replies then need no wake-up. A wake-up of a sleeping core costs the scheduler 10 us and more.

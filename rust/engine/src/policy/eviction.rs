@@ -47,6 +47,11 @@ impl Policy {
         self.learned.is_some()
     }
 
+    /// Whether the policy counts hits of blocks at this depth.
+    pub fn counts(&self, depth: u32) -> bool {
+        self.learned.is_some() && weight(depth) > 0
+    }
+
     /// Makes `leaf` a candidate of a set. The node is not in the set.
     pub fn insert_leaf(&mut self, set: usize, leaf: Leaf) {
         work::candidate();
@@ -92,8 +97,13 @@ impl Policy {
 
     /// Up to `count` leaves of a set that may be evicted soon. They stay in the set.
     pub fn victims(&self, set: usize, count: usize) -> Vec<Leaf> {
-        let leaves = self.sets.get(set);
-        leaves.map_or_else(Vec::new, |leaves| leaves.oldest_in_turn(count))
+        let Some(leaves) = self.sets.get(set) else {
+            return Vec::new();
+        };
+        match self.learned {
+            None => leaves.oldest_of_all(count),
+            Some(_) => leaves.oldest_in_turn(count),
+        }
     }
 
     /// Number of candidates of a set.

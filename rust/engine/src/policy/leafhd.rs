@@ -56,8 +56,11 @@ impl LeafHd {
     }
 
     pub(super) fn on_hit(&mut self, depth: u32, hit_class: u8, last: u64, tick: u64) {
-        let (weight, age) = (weight(depth), tick.saturating_sub(last));
-        self.density.observe_hit(hit_class, age, weight);
+        // A demoted block has no age.
+        if last > 0 {
+            let age = tick.saturating_sub(last);
+            self.density.observe_hit(hit_class, age, weight(depth));
+        }
     }
 
     pub(super) fn on_touch(&mut self, depth: u32, before: (u8, u64), after: (u8, u64)) {

@@ -45,6 +45,17 @@ impl Leaves {
         leaves
     }
 
+    /// Up to `count` leaves, the oldest first.
+    pub(super) fn oldest_of_all(&self, count: usize) -> Vec<Leaf> {
+        let classes = 0..HIT_CLASSES;
+        let mut leaves: Vec<_> = classes
+            .flat_map(|class| self.oldest(class).take(count))
+            .collect();
+        leaves.sort_by_key(|leaf| (leaf.last, leaf.node));
+        leaves.truncate(count);
+        leaves
+    }
+
     /// The leaves of a hit class, the oldest first.
     fn oldest(&self, hit_class: u8) -> impl Iterator<Item = Leaf> + '_ {
         let order = self.by_hits[class_index(hit_class)].iter();

@@ -2,7 +2,7 @@
 //!
 //! A [`Policy`] serves one tier. It knows leaves, ages and hit classes, but no bytes of keys, payloads
 //! or trees: the forest reports evictable nodes and the events of blocks, and asks for a
-//! victim. Ages are counted in ticks, one per request.
+//! victim. Ages are counted in ticks, one per request or a few.
 //!
 //! The contract with the forest, for each tier:
 //! - *Evictable leaves* are handed in with [`Policy::insert_leaf`] and taken out with

@@ -381,22 +381,29 @@ impl Residency {
     pub(crate) fn touch_hit(&mut self, id: NodeId) {
         self.touch(id);
         for above in self.window_above(id) {
-            self.renew(above);
+            if (self.host_policies.leaves).counts(self.node(above).depth) {
+                self.touch(above);
+            } else {
+                self.renew(above);
+            }
         }
     }
 
-    /// Notes the hits of the blocks above a hit that the policies count, at the current tick. The hit has `depth` hash
-    /// blocks of a chain.
-    pub(crate) fn count_hit(&mut self, ns: NsId, hashes: &dyn HashSource, depth: u32) {
+    /// Notes the hits of the blocks of a chain, down to `depth`, that the policies count, at the current tick. Blocks that
+    /// were last touched at `tick` were counted with the end of the hit.
+    pub(crate) fn count_hit(&mut self, ns: NsId, hashes: &dyn HashSource, depth: u32, tick: u64) {
         if !self.host_policies.leaves.learns() {
             return;
         }
         for depth in sampled_depths(depth) {
             let hash = hashes.get(depth as usize - 1);
             let found = hash.and_then(|hash| self.forest.find(ns, &hash));
+            let Some(id) = found else {
+                return;
+            };
             // If the hashes are no chain, only a node whose depth is its hash's position counts.
-            if let Some(node) = found.filter(|&node| self.node(node).depth == depth) {
-                self.touch(node);
+            if self.node(id).depth == depth && self.node(id).touch().last != tick {
+                self.touch(id);
             }
         }
     }

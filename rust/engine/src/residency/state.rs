@@ -57,7 +57,7 @@ pub(crate) struct Residency {
     /// The payloads that each namespace has, by [`NsId`].
     pub(super) geometry: Vec<Geometry>,
     pub(super) shares: Shares,
-    /// The policies' time: one tick for each request.
+    /// The policies' time: a request takes a tick, and others for its hit and its first save if requests came between.
     pub(super) tick: u64,
     /// Number of slots freed since the start, by tier. Those that wait for room compare this number.
     pub(super) freed: [u64; 2],
@@ -205,12 +205,18 @@ impl Residency {
         self.tick
     }
 
-    /// Ends the request of the current tick: one of the policies may learn.
+    /// Ends the request of the current tick: one of the policies may learn, each first in its turn.
     pub(crate) fn end_of_request(&mut self) {
-        let tick = self.tick;
-        let disks = self.disks.iter_mut().map(|disk| &mut disk.policies);
-        let mut policies = std::iter::once(&mut self.host_policies).chain(disks);
-        policies.any(|policies| policies.leaves.end_of_request(tick));
+        let (tick, policies) = (self.tick, self.disks.len() + 1);
+        for after in 0..policies {
+            let policy = match (tick as usize + after) % policies {
+                0 => &mut self.host_policies,
+                disk => &mut self.disks[disk - 1].policies,
+            };
+            if policy.leaves.end_of_request(tick) {
+                return;
+            }
+        }
     }
 
     /// Slots freed since the start in one tier.

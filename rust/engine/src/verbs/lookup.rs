@@ -58,7 +58,7 @@ impl Engine {
         if is_barred {
             return Some(Lookup::NOTHING);
         }
-        let was_touched = state.touched;
+        let had_hit = state.hit > 0;
         let has_failed = share.answer == LastAnswer::Failed;
         let answer = if has_failed {
             state.answered.reason = Reason::LoadFailed;
@@ -66,7 +66,7 @@ impl Engine {
         } else {
             self.begin_and_search(id, ns, request, cursor)?
         };
-        if self.sessions.requests[id].touched && !was_touched {
+        if self.sessions.requests[id].hit > 0 && !had_hit {
             self.note_pins_used(ns, request.hashes, answer.shared());
         }
         // A hint's own lookup belongs to no request.
@@ -566,13 +566,13 @@ impl Engine {
             tokens: Tokens(depth * span.hash_block_size),
             shared: state.shared,
         });
-        if std::mem::replace(&mut state.touched, true) {
+        if std::mem::replace(&mut state.hit, depth) > 0 {
             return hit;
         }
         // Later requests have their own ticks. Without a new tick, a node that two requests touch
         // would count once.
         if state.tick != self.residency.tick() {
-            self.residency.next_tick();
+            state.tick = self.residency.next_tick();
         }
         self.residency.note_host_chain(node);
         self.residency.touch_hit(node);

@@ -8,6 +8,7 @@ mod clear;
 mod engine;
 mod explain;
 mod hint;
+mod hits;
 mod io;
 mod jobs;
 mod load;

@@ -11,7 +11,7 @@ use undercroft_contract::session::{
     Offer, SaveEnd, SaveRefusal, SaveRequest, Tokens, TransferId, append_extents,
 };
 
-use crate::forest::{DiskState, HostState, NONE, NodeId, NsId};
+use crate::forest::{DiskState, HostState, NONE, NodeId};
 
 use super::super::ids::{RequestId, SessionId, TransferKey, id_of};
 use super::super::residency::Region;
@@ -21,6 +21,7 @@ use super::super::save_cursor::{
 };
 use super::super::sessions::{SaveTransfer, TransferKind, TransferState};
 use super::engine::Engine;
+use super::hits::count_request;
 
 /// Why a payload got no slot in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,7 +98,8 @@ impl Engine {
         let found = self.residency.deepest(ns, &hashes, |_| true);
         let (anchor, depth) = found.unwrap_or((NONE, 0));
         if before.is_none() {
-            self.count_request(ns, &hashes, (anchor, depth), request);
+            let request = request.map(|id| &self.sessions.requests[id]);
+            count_request(&mut self.residency, ns, &hashes, anchor, request);
         }
         self.pins
             .used(ns, save.hashes, depth, self.now_ns, &self.residency);
@@ -146,28 +148,6 @@ impl Engine {
             }),
         });
         Some(id_of(key))
-    }
-
-    /// Notes, at a request's first save, the hits of the blocks that are in the index.
-    fn count_request(
-        &mut self,
-        ns: NsId,
-        hashes: &Limited<'_>,
-        (anchor, depth): (NodeId, u32),
-        request: Option<RequestId>,
-    ) {
-        // A request that has not looked up anything takes a tick of its own here.
-        let tick = request.map(|id| self.sessions.requests[id].tick);
-        if tick != Some(self.residency.tick()) {
-            self.residency.next_tick();
-        }
-        self.residency.count_hit(ns, hashes, depth);
-        if request.is_none() {
-            if anchor != NONE {
-                self.residency.touch_hit(anchor);
-            }
-            self.residency.end_of_request();
-        }
     }
 
     /// Continues a save that [`Engine::start_save`] has started, with the same request.
