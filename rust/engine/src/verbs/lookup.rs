@@ -566,9 +566,10 @@ impl Engine {
             tokens: Tokens(depth * span.hash_block_size),
             shared: state.shared,
         });
-        if std::mem::replace(&mut state.hit, depth) > 0 {
+        if state.hit > 0 {
             return hit;
         }
+        state.hit = depth;
         // Later requests have their own ticks. Without a new tick, a node that two requests touch
         // would count once.
         if state.tick != self.residency.tick() {
