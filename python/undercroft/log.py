@@ -6,11 +6,13 @@ and ``undercroft serve`` needs no vLLM.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
 import time
 import traceback
+from datetime import UTC, datetime
 
 from undercroft.printable import printable
 
@@ -32,6 +34,22 @@ def _entry(entry: str) -> str:
     """An entry of a traceback: a frame has several lines of this program, and an error's message has one."""
     entry = entry.rstrip("\n")
     return "\n".join(map(printable, entry.split("\n"))) if entry.startswith("  File ") else printable(entry)
+
+
+class JsonFormatter(logging.Formatter):
+    """Each record as one JSON object in one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's time, level, logger and message, and its traceback if it has one."""
+        shown = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_text or record.exc_info:
+            shown["traceback"] = record.exc_text or self.formatException(record.exc_info or (None, None, None))
+        return json.dumps(shown)
 
 
 def child(name: str) -> logging.Logger:

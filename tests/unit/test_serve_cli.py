@@ -148,6 +148,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"lookup": "blocking"}', ["lookup is an option of each vLLM, not of the server"]),
         ('{"host_memory": "12XB"}', ["host_memory = '12XB' in FILE: unknown unit 'XB'. Allowed: bytes"]),
         ('{"log_level": "Info"}', ["log_level = 'Info' in FILE: Info is no level (did you mean 'info'?)"]),
+        ('{"log_format": "jsno"}', ["log_format = 'jsno' in FILE: jsno is no format (did you mean 'json'?)"]),
         ('{"metrics": ":9400"}', ["metrics = ':9400' in FILE: ':9400' names no host"]),
         ('["host_memory"]', ["--config FILE: it is not a JSON object"]),
         ("host_memory: 1GiB", ["--config FILE: it is not JSON"]),

@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import undercroft
-from undercroft.cli.output import say
-from undercroft.errors import ConfigError, StoreError, UndercroftError, cause
+from undercroft.cli.output import described, say
+from undercroft.errors import ConfigError
 from undercroft.option_values import did_you_mean
 from undercroft.printable import printable
 
@@ -126,18 +126,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has gone; the interpreter must not write to the pipe again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ConfigError, StoreError) as error:
-        return _report(error, 2)
-    except (UndercroftError, OSError, ImportError) as error:
-        return _report(error, 1)
-
-
-def _report(error: Exception, code: int) -> int:
-    text = str(error)
-    if isinstance(error, OSError) and error.filename:
-        text = f"{error.filename}: {cause(error)}"
-    say(f"undercroft: error: {text.removeprefix('undercroft: ')}", file=sys.stderr)
-    return code
+    except Exception as error:
+        known = described(error)
+        if known is None:
+            raise
+        code, text = known
+        say(f"undercroft: error: {text}", file=sys.stderr)
+        return code
 
 
 if __name__ == "__main__":

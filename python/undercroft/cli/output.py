@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from shutil import get_terminal_size
 from typing import Any, TextIO
 
-from undercroft.errors import UndercroftError
+from undercroft.errors import ConfigError, StoreError, UndercroftError, cause
 from undercroft.printable import printable
 
 NARROW_ROWS = 8
@@ -18,6 +18,16 @@ NARROW_ROWS = 8
 
 class CommandError(UndercroftError):
     """A command has no result. The message has the reason."""
+
+
+def described(error: Exception) -> tuple[int, str] | None:
+    """Exit code and message of an error that a command may end with; None if it is a fault of this program."""
+    if not isinstance(error, UndercroftError | OSError | ImportError):
+        return None
+    text = str(error)
+    if isinstance(error, OSError) and error.filename:
+        text = f"{error.filename}: {cause(error)}"
+    return 2 if isinstance(error, ConfigError | StoreError) else 1, text.removeprefix("undercroft: ")
 
 
 def coloured(text: str, colour: str) -> str:

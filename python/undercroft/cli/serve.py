@@ -13,18 +13,18 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from undercroft.cli.output import CommandError
+from undercroft.cli.output import CommandError, described
 from undercroft.cli.sockets import DEFAULT_SOCKET, absolute_path, default_socket
 from undercroft.config import OPTIONS, UndercroftConfig, unknown_environment
 from undercroft.engine import open_engine, start_line
 from undercroft.errors import ConfigError, cause
 from undercroft.health import DiskHealth, NamespaceHealth, RemoteHealth
 from undercroft.hours import HourlySums
-from undercroft.log import log_core_lines, logger
+from undercroft.log import JsonFormatter, log_core_lines, logger
 from undercroft.option_values import did_you_mean
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.scope == "engine")
 """The options that are flags of the command. Each vLLM sets the other options itself."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 # Seconds between two checks of the engine's health.
 HEALTH_INTERVAL_S = 1.0
 # Sessions that must have ended before their memory is given back.
@@ -46,7 +47,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
         help="run the engine as a process of its own, shared by every vLLM on this host",
         description="Runs in the foreground until SIGTERM or SIGINT. A second signal ends it at once. Each option may "
         "also be given in the environment, as UNDERCROFT_<NAME>. Exit code 0 after a signal, 1 if the engine fails, "
-        "2 if an option or a directory cannot be used. Logs to stdout, each line with time and level.",
+        "2 if an option or a directory cannot be used. Logs to stdout, each line with time and level, or "
+        "as a JSON object.",
         epilog="example: undercroft serve --host-memory 64GiB --disk-path /mnt/nvme0/undercroft --metrics 9400",
     )
     parser.add_argument(
@@ -64,6 +66,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], _:
     )
     parser.add_argument(
         "--log-level", choices=LOG_LEVELS, help=f"least level of the lines in the log (default: {LOG_LEVELS[1]})"
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        help="form of the lines in the log (default: text); json: each line is an object with time, level, logger, "
+        "message and perhaps traceback, and the error with which the server ends is such a line, too",
     )
     parser.add_argument(
         "--config",
@@ -91,8 +99,37 @@ def run(args: argparse.Namespace) -> int:
         value = file.pop(name, None)
         if getattr(args, name) is None and value is not None:
             vars(args)[name] = _parsed(parse, value, f"{name} = {value!r} in {args.config}")
-    level = (args.log_level or LOG_LEVELS[1]).upper()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=level, stream=sys.stdout)
+    _log_to_stdout(args.log_level or LOG_LEVELS[1], args.log_format or LOG_FORMATS[0])
+    try:
+        return _serve(args, file)
+    except Exception as error:
+        if args.log_format != "json":
+            raise
+        known = described(error)
+        code, text = known or (1, f"{type(error).__name__}: {error}")
+        logger.error("undercroft: error: %s", text, exc_info=None if known else error)
+        return code
+
+
+def _log_to_stdout(level: str, form: str) -> None:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(
+        JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    if form == "json":
+        # Python prints these on stderr, several lines each.
+        logging.captureWarnings(True)
+        threading.excepthook = _log_error_of_thread
+
+
+def _log_error_of_thread(args: threading.ExceptHookArgs) -> None:
+    name = args.thread.name if args.thread is not None else "unknown"
+    logger.error("undercroft: the thread %s has ended with an error", name, exc_info=args.exc_value)
+
+
+def _serve(args: argparse.Namespace, file: dict[str, Any]) -> int:
+    """Serve with the options of the command line and of the file."""
     for message in unknown_environment():
         logger.warning(message)
     given = {option.name: value for option in ENGINE_OPTIONS if (value := getattr(args, option.name)) is not None}
@@ -154,12 +191,17 @@ def _parsed(parse: Callable[[str], Any], value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _level(text: str) -> str:
-    if text not in LOG_LEVELS:
-        raise argparse.ArgumentTypeError(
-            f"{text} is no level{did_you_mean(text.lower(), LOG_LEVELS)}. Allowed: {', '.join(LOG_LEVELS)}"
-        )
-    return text
+def _one_of(noun: str, allowed: Sequence[str]) -> Callable[[str], str]:
+    """A parser of one of these words."""
+
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise argparse.ArgumentTypeError(
+                f"{text} is no {noun}{did_you_mean(text.lower(), allowed)}. Allowed: {', '.join(allowed)}"
+            )
+        return text
+
+    return parse
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -171,7 +213,12 @@ def _address(text: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
 
 
-_OWN_OPTIONS: dict[str, Callable[[str], Any]] = {"socket": absolute_path, "metrics": _address, "log_level": _level}
+_OWN_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "socket": absolute_path,
+    "metrics": _address,
+    "log_level": _one_of("level", LOG_LEVELS),
+    "log_format": _one_of("format", LOG_FORMATS),
+}
 """The options that only the command has, and their parsers."""
 
 
