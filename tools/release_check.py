@@ -2,8 +2,8 @@
 
 The version and its notes in CHANGELOG.md; both wheels for x86-64 and for aarch64 and the source package, with their
 metadata and their lists of components; then the wheels in an environment where nothing else is, with the demonstration,
-and those for aarch64 in another one under an emulator, without vLLM. Notes and packages lie in dist/ afterwards. Not
-checked here: the images of deploy/, and the signatures, which the workflow of a release makes.
+those for aarch64 in another one under an emulator, without vLLM, and the images of deploy/ where buildah is installed.
+Notes and packages lie in dist/ afterwards. Not checked here: the signatures, which the workflow of a release makes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import images
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
@@ -237,6 +239,10 @@ def main() -> int:
             steps.run("demonstration", lambda: demonstrate(command))
         if emulated:
             steps.run("run on an emulated aarch64", lambda: try_emulated(Path(empty) / "aarch64", version))
+    if lacks := images.missing():
+        print(f"== images of deploy/: SKIPPED, because this machine has no {' and no '.join(lacks)}")
+    else:
+        steps.run("images of deploy/", lambda: images.problems(DIST))
     for name, seconds in steps.took:
         print(f"{seconds:6.0f} s  {name}")
     for problem in steps.problems:

@@ -109,7 +109,7 @@ def test_a_package_that_cannot_be_installed_keeps_no_other_from_being_installed(
     assert ran.returncode == 3, "make's exit status"
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked[0].startswith("update")
-    assert [line.split()[-1] for line in asked[1:]] == ["redis-server", "chromium", "prometheus"]
+    assert [line.split()[-1] for line in asked[1:]] == ["redis-server", "chromium", "prometheus", "buildah"]
     assert ran.stderr.splitlines() == ["prometheus cannot be installed: tests of the alerts are skipped"]
 
 
