@@ -1,16 +1,20 @@
 """Builds and checks what a release publishes: `make release-check`; exit code 1 with the problems.
 
 The version and its notes in CHANGELOG.md; both wheels for x86-64 and for aarch64 and the source package, with their
-metadata and their lists of components; then the wheels in an environment where nothing else is, with the demonstration,
-those for aarch64 in another one under an emulator, without vLLM, and the images of deploy/ where buildah is installed.
-Notes and packages lie in dist/ afterwards. Not checked here: the signatures, which the workflow of a release makes.
+metadata, digests and lists of components, and as subjects of attestations; then the wheels in an environment where
+nothing else is, with the demonstration, those for aarch64 in another one under an emulator, without vLLM, and the
+images of deploy/ where buildah is installed. Notes and packages lie in dist/ afterwards. Not checked here: the
+signatures, which the workflow of a release makes.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import csv
 import email.message
 import email.parser
+import hashlib
 import json
 import os
 import platform
@@ -31,7 +35,14 @@ import images
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 TOOLS = ROOT / ".venv-release"
-TOOL_PACKAGES = ("maturin>=1.9.4,<2", "ziglang>=0.13", "twine>=6")
+TOOL_PACKAGES = (
+    "maturin>=1.9.4,<2",
+    "ziglang>=0.13",
+    "twine>=6",
+    "abi3audit>=0.0.26",
+    "cyclonedx-python-lib[json-validation]>=11",
+    "pypi-attestations>=0.0.30",
+)
 PORTABLE = ("--zig", "--compatibility", "manylinux_2_28")
 EMULATED = (sys.executable, ROOT / "tools/aarch64.py")
 """Runs a command with all that builds and runs programs for aarch64."""
@@ -73,7 +84,8 @@ def wheel_problems(path: Path, version: str, *, portable: bool, commit: str) -> 
         metadata = email.parser.Parser().parsestr(wheel.read(metadata_path).decode())
         lists = [json.loads(wheel.read(one)) for one in files if re.search(r"\.dist-info/sboms/.*\.json$", one)]
         core = b"".join(wheel.read(one) for one in files if one.endswith(".abi3.so"))
-    found = [f"it lacks {one}" for one in FILES[name] if one not in files]
+        found = record_problems(wheel)
+    found += [f"it lacks {one}" for one in FILES[name] if one not in files]
     if found_version != version or metadata["Version"] != version:
         found.append(f"its version is {metadata['Version']}, and that of Cargo.toml is {version}")
     if portable and "manylinux_2_28" not in platform:
@@ -84,6 +96,18 @@ def wheel_problems(path: Path, version: str, *, portable: bool, commit: str) -> 
         found.append(f"its build does not name the commit {commit}")
     found += metadata_problems(metadata) + sbom_problems(lists)
     return [f"{path.name}: {one}" for one in found]
+
+
+def record_problems(wheel: zipfile.ZipFile) -> list[str]:
+    """Files of a wheel that its RECORD does not list, or with another digest."""
+    (path,) = [one for one in wheel.namelist() if one.endswith(".dist-info/RECORD")]
+    recorded = {name: digest for name, digest, _ in csv.reader(wheel.read(path).decode().splitlines())}
+    found = []
+    for name in wheel.namelist():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(wheel.read(name)).digest()).decode().rstrip("=")
+        if name != path and recorded.get(name) != f"sha256={digest}":
+            found.append(f"its RECORD has no or another digest of {name}")
+    return found
 
 
 def metadata_problems(metadata: email.message.Message) -> list[str]:
@@ -145,7 +169,8 @@ def uv(*arguments: object) -> str:
 
 def build(arguments: Sequence[str], *, emulated: bool) -> list[str]:
     """Build the wheels and the source package. ``emulated``: the wheels for aarch64, too."""
-    if not (TOOLS / "bin/twine").exists():
+    # The last one: an environment with the tools of an earlier version lacks it.
+    if not (TOOLS / "bin/pypi-attestations").exists():
         uv("venv", "--quiet", "--clear", TOOLS)
         uv("pip", "install", "--quiet", "--python", TOOLS / "bin/python", *TOOL_PACKAGES)
     shutil.rmtree(DIST, ignore_errors=True)
@@ -219,8 +244,11 @@ def main() -> int:
         wheels = sorted(DIST.glob("*.whl"))
         if len(wheels) != len(FILES) * (1 + emulated):
             return [f"dist has {len(wheels)} wheels, not {len(FILES) * (1 + emulated)}"]
-        print(call(TOOLS / "bin/twine", "check", "--strict", *wheels, *DIST.glob("*.tar.gz")), end="")
-        return [
+        files = (*wheels, *DIST.glob("*.tar.gz"))
+        print(call(TOOLS / "bin/twine", "check", "--strict", *files), end="")
+        print(call(TOOLS / "bin/abi3audit", "--strict", "--summary", *wheels), end="")
+        said = call(TOOLS / "bin/python", ROOT / "tools/published.py", *files)
+        return said.splitlines() + [
             one
             for wheel in wheels
             for one in wheel_problems(wheel, version, portable=not options.native, commit=commit)

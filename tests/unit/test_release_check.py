@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import zipfile
 from email.parser import Parser
@@ -31,6 +33,7 @@ def wheel(
     tag: str = "manylinux_2_28_x86_64",
     without: str = "",
     commit: str = "abc123",
+    changed: str = "",
 ) -> Path:
     path = place / f"undercroft-0.1.0-cp311-abi3-{tag}.whl"
     info = "undercroft-0.1.0.dist-info"
@@ -39,10 +42,15 @@ def wheel(
         f"{info}/sboms/undercroft.cyclonedx.json": json.dumps({"components": COMPONENTS}),
     }
     with zipfile.ZipFile(path, "w") as found:
-        for name, text in files.items():
-            if not without or without not in name:
-                found.writestr(name, text)
+        kept = {name: text for name, text in files.items() if not without or without not in name}
+        for name, text in kept.items():
+            found.writestr(name, text if name != changed else f"{text} ")
+        found.writestr(f"{info}/RECORD", "".join(f"{one},sha256={digest(text)},1\n" for one, text in kept.items()))
     return path
+
+
+def digest(text: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
 
 
 def problems(path: Path, version: str = "0.1.0") -> list[str]:
@@ -67,6 +75,12 @@ def test_a_wheel_of_another_version_platform_or_build_is_refused(tmp_path: Path)
     assert "does not name the commit abc123" in found
     [found] = problems(wheel(tmp_path, without="sboms"))
     assert found.endswith("it has no list of components")
+
+
+@pytest.mark.parametrize("name", FILES["undercroft"])
+def test_a_file_that_is_not_the_recorded_one_is_named(name: str, tmp_path: Path) -> None:
+    [found] = problems(wheel(tmp_path, changed=name))
+    assert found.endswith(f"its RECORD has no or another digest of {name}")
 
 
 @pytest.mark.parametrize(
