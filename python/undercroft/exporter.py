@@ -31,6 +31,8 @@ from undercroft.metrics import (
     METRICS,
     PREFIX,
     SERVER_METRICS,
+    TENANT_BYTES,
+    TENANT_SHARE,
 )
 from undercroft.metrics import Metric as Described
 from undercroft.view import page
@@ -74,6 +76,7 @@ class EngineCollector(Collector):
                 found.add_metric(labels, values[key])
             yield found
         yield from _of_disks(status["info"]["disks"])
+        yield from _of_tenants(status["sessions"])
         info = _family(IO_ENGINE_INFO)
         used = io_engine(status["info"])
         for name in IO_ENGINES:
@@ -102,6 +105,20 @@ def _of_disks(disks: list[dict[str, Any]]) -> Iterator[Metric]:
             times.add_metric([str(place), direction], buckets, found["seconds"])
     yield times
     yield paths
+
+
+def _of_tenants(sessions: list[dict[str, Any]]) -> Iterator[Metric]:
+    """The metrics of the models that have a share: the engine refuses a sixteenth one, so they are bounded in number,
+    as models without a share are not. ``sessions``: as in `Engine.status`."""
+    shares, sizes = _family(TENANT_SHARE), _family(TENANT_BYTES)
+    # The sessions of a namespace have the same figures, those of all of them together.
+    tenants = {session["namespace"][:12]: session for session in sessions if session["tenant_share"]}
+    for namespace, one in tenants.items():
+        shares.add_metric([namespace], one["tenant_share"])
+        sizes.add_metric([namespace, "host"], one["host_bytes"])
+        sizes.add_metric([namespace, "disk"], one["disk_bytes"])
+    yield shares
+    yield sizes
 
 
 class _Handler(MetricsHandler):

@@ -232,6 +232,12 @@ METRICS: tuple[Metric, ...] = (
     _one("hook_errors", "counter", "Errors caught in the connector's hooks."),
 )
 
+TENANT_SHARE = Metric(
+    "tenant_share", "gauge",
+    "The share of each tier that a model keeps, from 0 to 1. Only of models with a tenant_share and a vLLM, 15 at "
+    "most; the namespace's first digits are those of undercroft status.", ("namespace",),
+)
+TENANT_BYTES = Metric("tenant_bytes", "gauge", "Bytes of the same models in each tier.", ("namespace", "tier"))
 SERVER_METRICS: tuple[Metric, ...] = (
     _one("sessions", "gauge", "Open sessions."),
     _one("sessions_opened", "counter", "Sessions opened, those that have ended included."),
@@ -244,8 +250,11 @@ SERVER_METRICS: tuple[Metric, ...] = (
     _one("refused_connections", "counter", "Refused connections: of another user, or too many.", "server_refused"),
     _one("malformed_frames", "counter", "Malformed frames. Each one closes its connection.", "server_malformed"),
     _one("open_descriptors", "gauge", "Open file descriptors of the server.", "server_descriptors"),
+    TENANT_SHARE,
+    TENANT_BYTES,
 )
-"""Further metrics of a shared server. A key ``server_x`` is ``x`` of the server's part of `Engine.status`."""
+"""Further metrics of a shared server. A key ``server_x`` is ``x`` of the server's part of `Engine.status`. Values of
+tenants are in the status of their sessions."""
 
 DISK_OPERATIONS = Metric(
     "disk_operation_seconds", "histogram",

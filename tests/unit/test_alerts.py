@@ -175,6 +175,7 @@ def test_promtool_finds_nothing_but_vllms_colon_in_the_names() -> None:
     for registry in (vllms, servers):
         page = generate_latest(registry)
         assert b"disk_operation_seconds_bucket" in page
+        assert (b"tenant_bytes{" in page) == (registry is servers)
         ran = subprocess.run([PROMTOOL, "check", "metrics"], input=page, capture_output=True, timeout=60)
         assert ran.stdout == b""
         lines = ran.stderr.decode().splitlines()

@@ -465,6 +465,28 @@ def scrape(port: int) -> str:
         return answer.read().decode()
 
 
+def tenant(digit: str, share: float, host: int, disk: int) -> dict:
+    sizes = {"tenant_share": share, "host_bytes": host, "disk_bytes": disk}
+    return {**STATUS["sessions"][0], "namespace": digit * 64, **sizes}
+
+
+def test_metrics_by_tenant_are_those_of_models_with_a_share() -> None:
+    engine = Served()
+    # A model with two vLLMs has its figures in both sessions.
+    engine.reading = STATUS | {
+        "sessions": [tenant("a", 0.3, 7, 50), tenant("b", 0.0, 9, 90), tenant("c", 0.05, 1, 0), tenant("a", 0.3, 7, 50)]
+    }
+    text = scrape(page(engine))
+    assert [line for line in text.splitlines() if line.startswith("vllm:undercroft_tenant_")] == [
+        'vllm:undercroft_tenant_share{namespace="aaaaaaaaaaaa"} 0.3',
+        'vllm:undercroft_tenant_share{namespace="cccccccccccc"} 0.05',
+        'vllm:undercroft_tenant_bytes{namespace="aaaaaaaaaaaa",tier="host"} 7.0',
+        'vllm:undercroft_tenant_bytes{namespace="aaaaaaaaaaaa",tier="disk"} 50.0',
+        'vllm:undercroft_tenant_bytes{namespace="cccccccccccc",tier="host"} 1.0',
+        'vllm:undercroft_tenant_bytes{namespace="cccccccccccc",tier="disk"} 0.0',
+    ]
+
+
 def test_metrics_are_those_of_the_connector_and_the_servers_own() -> None:
     engine = Served()
     port = page(engine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,8 @@ def test_a_share_keeps_the_blocks_of_a_model_while_another_floods(share: float, 
         chats, batch = Model(server, "chats", share), Model(server, "batch", 0.0)
         with chats.cache, batch.cache:
             flood(chats, 0, count * CHAIN)
+            # A busy machine's disk falls behind, and then takes no blocks for a while.
+            until("the chats are kept", lambda: chats.found(count) == 1.0 or flood(chats, 0, count * CHAIN))
             flood(batch, 0, 3 * DISK)
             if not share:
                 assert chats.found(count) < 0.5
@@ -87,6 +91,23 @@ def test_a_share_keeps_the_blocks_of_a_model_while_another_floods(share: float, 
             assert chats.found(count) > 0.95
             flood(batch, 100_000, 2 * DISK)
             assert chats.found(count) > 0.9, "after a restart"
+
+
+@pytest.mark.server
+def test_the_metrics_of_a_server_tell_what_each_model_with_a_share_has(tmp_path: Path) -> None:
+    with ServeProcess(tmp_path / "s", "--metrics", "0") as server:
+        chats, batch = Model(server, "chats", 0.3), Model(server, "batch", 0.0)
+        with chats.cache, batch.cache:
+            flood(chats, 0, 2 * CHAIN)
+            flood(batch, 0, 5 * CHAIN)
+            (address,) = [line.partition("http://")[2] for line in server.printed if "metrics on" in line]
+            with urllib.request.urlopen(f"http://{address}", timeout=30) as answer:
+                found = re.findall(r"^vllm:undercroft_tenant_(\w+){.*} (.*)$", answer.read().decode(), re.MULTILINE)
+            own = next(one for one in server.status()["sessions"] if one["tenant_share"])
+    host = float(own["host_bytes"])
+    assert [(name, float(value)) for name, value in found] == [("share", 0.3), ("bytes", host), ("bytes", 0.0)]
+    # With the chain by which the test has found that the server is connected.
+    assert host == 3 * CHAIN * SIZE
 
 
 @pytest.mark.server
