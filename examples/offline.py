@@ -34,7 +34,8 @@ def main(model: str) -> None:
         print(f"{len(answer.prompt_token_ids)} tokens, {cached} of them cached, first token after {elapsed:.3f} s")
         # The prompt's last blocks are saved during the steps of other requests. A reset before would drop them.
         llm.generate("A short pause.", SamplingParams(max_tokens=8), use_tqdm=False)
-        # Expect a warning in the log: after a change of weights, undercroft's cache would have to be dropped, too.
+        # For the example alone. After a change of weights undercroft's cache would have to be dropped as well.
+        print("The device's cache is emptied now. undercroft keeps its own on purpose, and warns of that:", flush=True)
         llm.reset_prefix_cache()
 
 

@@ -68,7 +68,7 @@ def _metrics() -> str:
 named here. vLLM's own `vllm:prompt_tokens_cached_by_source_total` splits hits by tier (`device`, `host`, `disk`;
 the remote store is its `external_unspecified`).
 All series exist from the start, so that an alert sees the first error. Those of a directory exist as soon as the engine
-has told of it.
+has reported it.
 
 {_metric_table((*METRICS, *INFO_METRICS))}
 `undercroft serve --metrics` exports those of them that the engine counts, without vLLM's labels, and these:

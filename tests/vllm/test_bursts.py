@@ -153,7 +153,7 @@ def test_the_abort_of_a_request_that_waits_disturbs_nobody(
     still_right(one, reference, done, *names)
 
 
-def test_after_a_failed_load_everybody_gets_the_right_tokens(one: Engine, reference: Reference) -> None:
+def test_all_requests_beside_a_failed_load_get_the_right_tokens(one: Engine, reference: Reference) -> None:
     names = ("first", "second", "third")
     failures = 1
 

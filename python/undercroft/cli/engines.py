@@ -66,7 +66,7 @@ def of_directory(path: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         if not Path(path).is_dir():
             raise ConfigError(
-                f"--disk-path {path}: there is no such directory; give that of a running engine"
+                f"--disk-path {path}: there is no such directory; give the disk_path of a running engine"
             ) from None
         raise CommandError(f"--disk-path {path}: no engine has ever used this directory") from None
     except (OSError, UnicodeDecodeError) as error:

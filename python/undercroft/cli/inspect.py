@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.directory} holds no undercroft cache; give the disk_path of an engine")
     found: dict[str, Any] = _core.inspect(args.directory)
     for space in found["namespaces"]:
-        # A description that is no JSON object is shown unchanged.
+        # A description that is not a JSON object is shown unchanged.
         space["description"] = descriptions.parsed(space["description"]) or space["description"]
     digests = Digests(digests_file([args.directory]))
     if args.diff is not None:

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, verb: str, fields: dict[str, Any]) -> int:
 def _lines(args: argparse.Namespace) -> list[tuple[int, Any]]:
     if args.file is None:
         if not args.name:
-            raise ConfigError("a file of prompts is needed, or --id with the name of a pin")
+            raise ConfigError("give a file of prompts, or --id with the name of a pin")
         return [(1, None)]
     if args.hashes:
         return prompts.read(args.file, lambda line: hints.parse_hashes(line) is not None, hints.HASHES_ALLOWED)
