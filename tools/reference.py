@@ -71,7 +71,8 @@ All series exist from the start, so that an alert sees the first error. Those of
 has reported it.
 
 {_metric_table((*METRICS, *INFO_METRICS))}
-`undercroft serve --metrics` exports those of them that the engine counts, without vLLM's labels, and these:
+`undercroft serve --metrics` exports those of them that the engine counts, without vLLM's labels, and these. Series of a
+tenant exist while it has a share and a vLLM:
 
 {_metric_table(SERVER_METRICS)}"""
 
