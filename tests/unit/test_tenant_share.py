@@ -63,8 +63,8 @@ def flood(model: Model, begin: int, blocks: int) -> None:
 
 
 def on_disk(server: ServeProcess) -> bool:
-    """Whether all that the model with a share has saved is written. A busy machine's disk falls behind, and then takes no
-    blocks for a while."""
+    """Whether all that the model with a share has saved is written. A busy machine's disk falls behind, and then takes
+    no blocks for a while."""
     status = server.status()
     (own,) = [session for session in status["sessions"] if session["tenant_share"]]
     return bool(own["disk_bytes"] >= (DISK // 4 + CHAIN) * SIZE)
