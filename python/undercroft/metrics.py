@@ -199,6 +199,8 @@ METRICS: tuple[Metric, ...] = (
             "hints_unknown": ("unknown", "ignored"), "hints_unserved": ("any", "unserved"),
         },
     ),
+    Metric("return_reads", "counter", "Conversations that were read from disk before their expected return, by what came of it.",
+           ("result",), {f"return_reads_{result}": (result,) for result in ("used", "wasted")}),
     Metric("request_fields_not_used", "counter",
            "Fields of requests that were not used as given, by the reason: above the configuration's value, not in "
            "client_fields, or unknown and like one of undercroft's.", ("field", "reason"),

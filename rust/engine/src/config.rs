@@ -51,6 +51,9 @@ pub struct EngineConfig {
     pub namespaces_max: usize,
     /// Entries of a directory's namespace table that are used; at most [`NAMESPACES_MAX`].
     pub namespace_entries_max: usize,
+    /// Read the blocks of conversations before they are expected to come back, after pauses of this time or more: what was
+    /// used so recently is still in the arena, or there is no room for it. 0: none.
+    pub return_pause_ns: u64,
     /// Events that are kept for each session that asks for them.
     pub event_ring: usize,
     /// Lookups that are kept for [`Engine::explain`](super::Engine::explain), about 160 bytes each.
@@ -89,6 +92,7 @@ impl EngineConfig {
             verify_host: false,
             namespaces_max: 1024,
             namespace_entries_max: NAMESPACES_MAX,
+            return_pause_ns: 2_000_000_000,
             event_ring: 1 << 16,
             explained_lookups: 4096,
             departures: 1 << 19,

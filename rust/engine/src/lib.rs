@@ -16,6 +16,7 @@
 //! - `events`: the changes in the tiers, for sessions that ask; `departures`, for `explain`: how blocks left the tiers;
 //! - `changes`: what residency and the remote store make known to `events` and `departures`;
 //! - `pins` and `hints`: leases that hints ask for, with their budget; prefetches and demotions under way;
+//! - `returns`: when conversations come back, and which are to be read before that;
 //! - `planner`: whether loading or computing takes less time, by measurement;
 //! - `remote`: the remote store, and the segments that are read from it or written to it;
 //! - `ages`: the times of the ticks; `retention` and `clear`: what is removed because of its age, or by an order;
@@ -55,6 +56,7 @@ mod requests;
 mod residency;
 pub mod resolve;
 mod retention;
+mod returns;
 mod save_cursor;
 mod sealed;
 mod sessions;

@@ -134,6 +134,8 @@ pub struct Counters {
     pub hints_demote_rejected: u64,
     pub hints_release_accepted: u64,
     pub hints_release_rejected: u64,
+    pub return_reads_used: u64,
+    pub return_reads_wasted: u64,
     pub orders_clear: u64,
     pub orders_drain: u64,
     pub orders_resize: u64,

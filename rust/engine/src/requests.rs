@@ -28,6 +28,8 @@ pub(super) struct RequestState {
     /// Tokens of the chain that the last lookup found, whether a hit may end there or not.
     pub(super) shared: Tokens,
     pub(super) offers: BlockOffers,
+    /// Its conversation has come back: noted once. A hint's own lookup is no return.
+    pub(super) has_come: bool,
     /// Why the last answer has no more tokens.
     pub(super) answered: Answered,
 }

@@ -123,6 +123,8 @@ impl SaveCursor {
 /// The nodes in the middle of a chain whose required payloads were evicted.
 #[derive(Debug)]
 pub(super) struct Gaps {
+    /// The deepest node of the chain when the save began, or `NONE`.
+    pub(super) anchor: NodeId,
     /// The node to be looked at next, on the way up from the anchor to the first node that lookups reach;
     /// `NONE` when all have been looked at.
     pub(super) at: NodeId,
@@ -136,6 +138,7 @@ impl Gaps {
     /// The nodes at `anchor` and above, which have not been looked at.
     pub(super) fn above(anchor: NodeId) -> Self {
         Self {
+            anchor,
             at: anchor,
             found: Vec::new(),
             stay: false,

@@ -242,6 +242,7 @@ impl Sessions {
                 alignment_tokens: state.alignment_tokens,
                 shared: Tokens(0),
                 offers: BlockOffers::default(),
+                has_come: request.starts_with('\0'),
                 answered: Answered::default(),
             })),
         };

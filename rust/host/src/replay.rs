@@ -126,6 +126,8 @@ impl ReplayEngine {
             departures: 0,
             explained_lookups: 1,
             remote: remote.as_ref().map(|(_, config)| config.clone()),
+            // A trace's times may be made up.
+            return_pause_ns: 0,
             ..EngineConfig::new(bytes(host_blocks))
         });
         if remote.is_some() {

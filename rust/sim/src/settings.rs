@@ -229,6 +229,9 @@ impl Settings {
                 model.tenant_share = further.pick(&[0, 0, 100, 300, 600, 1000]);
             }
         }
+        // Lives are short: with the usual limit no conversation would be expected.
+        settings.engine.return_pause_ns =
+            further.pick(&[0, MILLISECOND / 2, MILLISECOND / 2, 5 * MILLISECOND]);
         if settings.wrong_clocks {
             settings.engine.disk_ttl_s = LONG_TTL_S;
         }

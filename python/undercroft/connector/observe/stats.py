@@ -143,6 +143,8 @@ STATS_KEYS: dict[str, tuple[str, str]] = {
         for answer in ("accepted", "clipped", "rejected")
         if (verb, answer) != ("release", "clipped")
     },
+    "return_reads_used": ("counter", "conversations that came back to blocks which had been read for their return"),
+    "return_reads_wasted": ("counter", "conversations that were read for their return and did not come in time"),
     **{f"orders_{verb}": ("counter", f"orders to {verb}, refused ones included") for verb in ORDERS},
     "pins": ("gauge", "pins"),
     "pin_bytes": ("gauge", "bytes of host memory that the pinned chains take, or would take"),

@@ -42,6 +42,11 @@ impl PromotionBudget {
         self.most.saturating_sub(share.bytes)
     }
 
+    /// Bytes that prefetches may hold together.
+    pub(super) fn prefetch_bytes(&self) -> u64 {
+        self.most / 2
+    }
+
     /// Bytes that promotions hold in the arena, without reserved bytes.
     pub(super) fn promoted_bytes(&self) -> u64 {
         self.held - self.reserved
@@ -70,7 +75,8 @@ impl PromotionBudget {
             !self.lacks(share, rest)
         } else {
             let alone = self.prefetched <= share.bytes && self.held <= share.bytes;
-            let within = self.prefetched + rest <= self.most / 2 && self.held + rest <= self.most;
+            let within =
+                self.prefetched + rest <= self.prefetch_bytes() && self.held + rest <= self.most;
             alone || within
         };
         if fits {

@@ -117,6 +117,11 @@ impl Promotions {
         self.budget.of(share)
     }
 
+    /// Bytes that prefetches may hold together.
+    pub(super) fn prefetch_bytes(&self) -> u64 {
+        self.budget.prefetch_bytes()
+    }
+
     /// Bytes held in the arena until they are loaded.
     pub(super) fn promoted_bytes(&self) -> u64 {
         self.budget.promoted_bytes()

@@ -236,6 +236,21 @@ impl Residency {
         first.map(|(_, leaf)| leaf)
     }
 
+    /// The candidate that a read of a node's payload would evict from the arena, `NONE` if there is room. `None`: nothing
+    /// may be evicted, or only the last copy of a payload.
+    pub(crate) fn gives_way_to(&mut self, id: NodeId, group: u8) -> Option<NodeId> {
+        let class = self.class(id, Region::Host, group);
+        if !self.host.is_full(class) {
+            return Some(NONE);
+        }
+        let kept = self.kept(Region::Host);
+        let victim = self.victim(Region::Host, class, kept)?.node;
+        let mut payloads = self.node(victim).payloads();
+        let on_disk = payloads
+            .all(|payload| !payload.is_readable(Tier::Host) || payload.disk == DiskState::Present);
+        on_disk.then_some(victim)
+    }
+
     /// Whether a node is a leaf of the arena that may be evicted.
     pub(super) fn is_host_leaf(&self, id: NodeId) -> bool {
         self.node(id).evictability(Tier::Host) == Evictability::Leaf

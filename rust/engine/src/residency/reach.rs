@@ -61,7 +61,7 @@ impl Residency {
     }
 
     /// Whether all required payloads of a node are readable in the arena.
-    pub(super) fn is_in_host(&self, id: NodeId) -> bool {
+    pub(crate) fn is_in_host(&self, id: NodeId) -> bool {
         let node = self.node(id);
         let mut payloads = (0u8..).zip(node.payloads());
         payloads.all(|(group, payload)| !node.requires(group) || payload.is_readable(Tier::Host))

@@ -68,6 +68,7 @@ impl EngineView<'_> {
             .promotions
             .check(&self.engine.shares, &reading)?;
         self.engine.pins.check(&self.engine.residency)?;
+        self.engine.returns.check()?;
         if let Some(remote) = &self.engine.remote {
             remote.check(
                 &self.engine.shares,

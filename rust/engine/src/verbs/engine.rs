@@ -27,6 +27,7 @@ use super::super::promotions::{PromotionEnd, Promotions};
 use super::super::remote::Remote;
 use super::super::residency::{Moves, Residency, TenantShare};
 use super::super::retention::Retention;
+use super::super::returns::Returns;
 use super::super::sessions::Sessions;
 use super::super::writeback::WriteBack;
 
@@ -76,6 +77,7 @@ pub struct Engine {
     pub(super) ages: Ages,
     pub(super) pins: Pins,
     pub(super) hints: Hints,
+    pub(super) returns: Returns,
     /// `None` without a remote store.
     pub(super) remote: Option<Box<Remote>>,
     pub(super) retention: Retention,
@@ -124,6 +126,7 @@ impl Engine {
             ages: Ages::new(config.disk_ttl_s),
             pins: Pins::new(config.pin_bytes),
             hints: Hints::default(),
+            returns: Returns::new(config.return_pause_ns),
             remote: None,
             retention: Retention::new(config.disk_ttl_s),
             counters: Counters::default(),

@@ -1,4 +1,4 @@
-//! Hints: prefetches, pins and demotions.
+//! Hints: prefetches, pins and demotions. Conversations that are read before they come back.
 
 use std::collections::BTreeSet;
 
@@ -8,11 +8,13 @@ use undercroft_contract::session::{Lookup, LookupRequest, PromotionWait, Tokens}
 
 use crate::forest::{NONE, NodeId, NsId};
 use crate::metrics::Counters;
+use crate::work;
 
 use super::super::fetch::Share;
 use super::super::hints::HintCursor;
 use super::super::ids::{RequestId, SessionId};
 use super::super::pins::PinSpec;
+use super::super::returns::{NodeAt, ReturnRead};
 use super::engine::Engine;
 
 /// Prefetches that hints have under way at most.
@@ -21,6 +23,14 @@ const PREFETCHES_MAX: usize = 64;
 const DEMOTIONS_MAX: usize = 64;
 /// Nodes that an entry demotes at most.
 pub(super) const DEMOTED_MAX: usize = 128;
+
+/// The name of the lookup that reads for a conversation's return.
+const RETURN: &str = "\0return";
+/// Times nearer than this are looked at several times a second.
+pub(super) const RETURN_NEAR_NS: u64 = 1_250_000_000;
+/// A piece of a conversation that is read at once: demanded reads may have to wait for it.
+const PIECE_BYTES: u64 = 8 << 20;
+const PIECE_BLOCKS: u32 = 64;
 
 /// The hash blocks of a prompt that a hint is about.
 #[derive(Clone, Copy, Debug)]
@@ -286,6 +296,173 @@ impl Engine {
                 self.hints.demoted.push_back((above, epoch));
             }
         }
+    }
+}
+
+impl Engine {
+    /// A save has extended the chain that ended at `before` to `end`: its conversation may come back.
+    pub(super) fn note_end(&mut self, session: SessionId, before: NodeId, end: NodeAt) {
+        let residency = &self.residency;
+        let is_there = residency.forest().is_live(end.0, end.1);
+        if !self.returns.learns() || residency.disks().is_empty() || !is_there {
+            return;
+        }
+        let before = (before != NONE).then(|| (before, residency.node(before).epoch));
+        let node = residency.node(end.0);
+        let of = (session, self.namespaces.instance(node.ns), node.depth);
+        let now_ns = self.now_ns;
+        self.returns
+            .ended((before, end), of, now_ns, &mut self.counters);
+    }
+
+    /// Reads the blocks of conversations that are expected; looks at about `nodes` nodes. A piece is read only while the
+    /// disks read nothing else.
+    pub(super) fn step_returns(&mut self, nodes: usize) {
+        if self.returns.is_empty() {
+            return;
+        }
+        self.returns.pass_time(self.now_ns, &mut self.counters);
+        let under_way = self.returns.reading.take();
+        let Some(reading) = under_way.or_else(|| self.begin_return()) else {
+            return;
+        };
+        let end = reading.end;
+        self.returns.reading = self.go_on_reading(reading, nodes);
+        if self.returns.reading.is_none() {
+            self.returns.done(end);
+        }
+    }
+
+    fn begin_return(&self) -> Option<ReturnRead> {
+        let (end, session) = self.returns.next()?;
+        let (mut at, mut piece, mut ends) = (Some(end), 1, Vec::new());
+        if self.is_there(end) {
+            let node = self.residency.node(end.0);
+            let bytes = self.residency.chain_bytes(node.ns, 0, PIECE_BLOCKS);
+            piece = PIECE_BYTES * u64::from(PIECE_BLOCKS) / bytes.max(1);
+            piece = piece.clamp(1, u64::from(PIECE_BLOCKS));
+            if !self.residency.spec(node.ns).has_full_only() {
+                // Windows and states are needed at the end alone, so it is one piece.
+                let is_short = node.depth <= PIECE_BLOCKS;
+                let is_read = is_short && !self.residency.is_hit_in_host(end.0, 0);
+                (at, ends) = (None, Vec::from_iter(is_read.then_some(end)));
+            }
+        }
+        Some(ReturnRead {
+            end,
+            session,
+            at,
+            piece: piece as u32,
+            ends,
+            from: 0,
+            request: None,
+        })
+    }
+
+    /// Whether a node is still in the index, as far as that is known at once.
+    fn is_there(&self, (node, epoch): NodeAt) -> bool {
+        let residency = &self.residency;
+        residency.forest().is_live(node, epoch)
+            && !residency.node(node).is_detached()
+            && residency.node(node).is_visible()
+            && !residency.has_removals()
+    }
+
+    /// Continues to read a conversation. `None`: all is read, or is not to be read.
+    fn go_on_reading(&mut self, mut reading: ReturnRead, nodes: usize) -> Option<ReturnRead> {
+        if let Some(id) = reading.request {
+            let share = self.shares.get(id)?;
+            if share.waits.disk.is_some() {
+                return Some(reading);
+            }
+            let bytes = share.bytes;
+            self.end_prefetch(reading.session, id);
+            reading.request = None;
+            self.returns.note_read(reading.end, bytes);
+            // A device that does not answer, or memory that lacks, ends the read.
+            (bytes > 0).then_some(())?;
+        }
+        let is_wanted = self.returns.is_expected(reading.end) && !self.draining;
+        if !is_wanted || !self.is_there(reading.end) {
+            return None;
+        }
+        for _ in 0..nodes {
+            let Some(at) = reading.at else { break };
+            work::node();
+            let is_there = self.residency.forest().is_live(at.0, at.1);
+            let node = self.residency.node(at.0);
+            if !is_there || self.residency.is_in_host(at.0) {
+                reading.from = if is_there { node.depth } else { 0 };
+                reading.at = None;
+                break;
+            }
+            let below = self.residency.node(reading.end.0).depth - node.depth;
+            if below.is_multiple_of(reading.piece) {
+                reading.ends.push(at);
+            }
+            let above = node.parent();
+            reading.at = (above != NONE).then(|| (above, self.residency.node(above).epoch));
+        }
+        if reading.at.is_some() {
+            return Some(reading);
+        }
+        let Some(&end) = reading.ends.last() else {
+            // All is in the arena, and is to stay there.
+            self.residency.renew(reading.end.0);
+            self.returns.stays(reading.end, self.now_ns);
+            return None;
+        };
+        if !self.is_there(end) {
+            return None;
+        }
+        if !self.may_read_piece(end, &reading) {
+            return Some(reading);
+        }
+        reading.ends.pop();
+        reading.request = Some(self.read_piece(end, &reading)?);
+        reading.from = self.residency.node(end.0).depth;
+        Some(reading)
+    }
+
+    /// Whether nothing is lost by a read of a piece: the disks read nothing else, and the arena has room, or evicts what
+    /// is on disk and does not come back sooner.
+    fn may_read_piece(&mut self, end: NodeAt, reading: &ReturnRead) -> bool {
+        let rates = &self.planner.rates;
+        let is_idle = |device| rates.in_flight(device) == 0;
+        if self.promotions.has_reads() || !self.residency.devices().all(is_idle) {
+            return false;
+        }
+        let node = self.residency.node(end.0);
+        let bytes = self
+            .residency
+            .chain_bytes(node.ns, reading.from, node.depth);
+        let held = self.returns.awaited_bytes();
+        if held > 0 && held + bytes > self.promotions.prefetch_bytes() {
+            return false;
+        }
+        let group = node.groups().find(|&group| node.requires(group));
+        let victim = self.residency.gives_way_to(end.0, group.unwrap_or(0));
+        victim.is_some_and(|victim| {
+            let epoch = |node| self.residency.node(node).epoch;
+            let of_victim = (victim != NONE).then(|| (victim, epoch(victim)));
+            let sooner = of_victim.and_then(|of| self.returns.expected_ns(of));
+            let own = self.returns.expected_ns(reading.end);
+            sooner.is_none_or(|sooner| own < Some(sooner))
+        })
+    }
+
+    /// Starts to read the payloads down to `end`. `None` if nothing is read.
+    fn read_piece(&mut self, end: NodeAt, reading: &ReturnRead) -> Option<RequestId> {
+        let tick = self.residency.tick();
+        let id = self
+            .sessions
+            .request_or_add(reading.session, RETURN, || tick)?;
+        self.shares.entry(id)?.or_insert_with(Share::new);
+        if self.start_promotion(id, end.0, (reading.from, 1), reading.from + 1) {
+            return Some(id);
+        }
+        self.end_prefetch(reading.session, id);
+        None
     }
 }
 

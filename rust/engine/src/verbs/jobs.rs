@@ -16,7 +16,7 @@ use super::super::config::EngineConfig;
 use super::super::promotions::REQUESTS_LOOKED_AT;
 use super::super::writeback::WRITES_LOOKED_AT;
 use super::engine::Engine;
-use super::hint::DEMOTED_MAX;
+use super::hint::{DEMOTED_MAX, RETURN_NEAR_NS};
 
 /// Makes functions over all jobs from the table below. Each row becomes direct calls: calls through pointers would be a
 /// quarter of a short entry.
@@ -60,6 +60,7 @@ jobs! {
     Io,        placeholders, |of| of.removals / 2 + 1,    |e, n, _| e.residency.continue_placeholders(n), owed;
     Io,        page_moves,   |of| of.visits as usize / 2, |e, n, _| e.continue_page_moves(n);
     Io,        hints,        |_| DEMOTED_MAX,             |e, n, _| e.step_hints(n);
+    Io,        returns,      |of| of.removals,            |e, n, _| e.step_returns(n);
     // No operation starts on a device that does not answer. Reads start before writes.
     Io,        stalls,       by_room,                     |e, _, _| e.look_at_devices(), owed;
     Io,        reads,        |_| REQUESTS_LOOKED_AT,      |e, n, turn| e.next_reads(n, turn.io), owed;
@@ -116,6 +117,14 @@ fn hints(of: &Engine) -> Due {
     // Pins end as time passes.
     let has_pins = Due::Later.when(!of.pins.is_empty());
     has_pins.max(Due::Now.when(of.has_hints()))
+}
+
+fn returns(of: &Engine) -> Due {
+    let is_empty = of.returns.is_empty();
+    let waits = Due::Later.when(!is_empty);
+    let is_near = !is_empty && of.returns.is_due(of.now_ns + RETURN_NEAR_NS);
+    let is_near = Due::Look.when(is_near);
+    waits.max(is_near).max(Due::Now.when(of.returns.has_rest()))
 }
 
 fn stalls(of: &Engine) -> Due {

@@ -283,6 +283,14 @@ impl Engine {
         let span = self.span(&self.sessions.requests[id], request, hash_block_size);
         let state = &mut self.sessions.requests[id];
         state.note_chain(request, (chain, hash_block_size), cursor.awaits_remote);
+        let comes = !std::mem::replace(&mut state.has_come, true);
+        if comes && chain.deepest != NONE {
+            let end = (chain.deepest, chain.epoch(&self.residency));
+            let in_host = || self.residency.is_in_host(end.0);
+            self.returns
+                .came(end, self.now_ns, in_host, &mut self.counters);
+        }
+        let state = &self.sessions.requests[id];
         // A draft model cannot use the cached last tokens.
         let dropped = state.dropped_tokens;
         let limit = chain
@@ -509,7 +517,7 @@ impl Engine {
 
     /// Starts to promote the payloads that a hit at `target` needs ([`Span::bounds`]). False if the budget has no room
     /// for a hit of `min` hash blocks, or after [`PROMOTIONS_MAX`] promotions.
-    fn start_promotion(
+    pub(super) fn start_promotion(
         &mut self,
         id: RequestId,
         target: NodeId,

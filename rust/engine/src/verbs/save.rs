@@ -270,7 +270,10 @@ impl Engine {
         ended: bool,
     ) -> SaveProgress {
         let SavePlan {
-            cursor, payloads, ..
+            cursor,
+            payloads,
+            tail,
+            ..
         } = plan;
         let extents = self.residency.extents(&payloads);
         let bytes = self.residency.slot_bytes_of(&payloads);
@@ -286,6 +289,9 @@ impl Engine {
         // The client has nothing to copy, and reports no end of the transfer.
         if is_empty {
             self.sessions.end_transfer(key, false);
+        }
+        if cursor.end.tokens > Tokens(0) {
+            self.note_end(session, cursor.gaps.anchor, tail);
         }
         if let Some(id) = self.sessions.request_id(session, request) {
             self.sessions.requests[id].offers = blocks;

@@ -7,6 +7,7 @@ mod crowd;
 mod embedded;
 mod orphans;
 mod pins;
+mod returns;
 mod rig;
 mod states;
 
