@@ -1,6 +1,6 @@
 """Agents that pause between their turns: the time to first token of each turn, with and without hints.
 
-    python benches/agents.py [--turns 43] [--disk-mb-s 40] [--json]
+    python benches/agents.py [--turns 43 | --returns] [--disk-mb-s 40] [--json]
 
 One real vLLM engine on the CPU platform, whose disk is read at `--disk-mb-s`. A session has a system prompt and 43
 turns, the median of vLLM's AgentX figures. Each turn adds half a block of tool output. In each pause other prompts turn
@@ -10,6 +10,9 @@ the host memory over, and in four of nine a sub-agent, which shares the system p
 - "none": no hints. Each turn reads the conversation from disk.
 - "prefetch": before each turn a request of hints alone (`prefetch`, nothing computed) with the conversation.
 - "pin": each turn pins the conversation under one name.
+
+`--returns`: sessions that come in turn after equal pauses, of which host memory holds a third, without hints. The
+engine learns the pauses, and reads each session before its next turn.
 
 At the end of "pin" other prompts turn the cache over ten times more, and the conversation is asked for once more.
 """
@@ -96,6 +99,41 @@ class Sessions:
             flush(engine)
         return seconds, found.cached
 
+    def run_returns(self, count: int, turns: int, pause_s: float) -> dict[str, Any]:
+        """Sessions of 12 blocks in turn. By turn: times, and the share without a read; the last turn again at once."""
+        taken: list[list[float]] = [[] for _ in range(turns)]
+        at_once: list[list[bool]] = [[] for _ in range(turns)]
+        again = []
+        ids = [prompt(12 * BLOCK, seed=3000 + session) for session in range(count)]
+        start = time.monotonic()
+        for turn in range(turns):
+            for session in range(count):
+                due = start + pause_s * (turn + session / count)
+                with self.runner:
+                    time.sleep(max(0.0, due - time.monotonic()))
+                self._forget_device()
+                ids[session] = ids[session] + prompt(TURN, seed=200 + turn)
+                with self.runner as engine:
+                    before, began = self._reads(), time.perf_counter()
+                    cached = engine.generate(ids[session], 1).cached
+                    taken[turn].append((time.perf_counter() - began) * 1e3)
+                    # Not counted: what is read for the next session in the rest of the step.
+                    at_once[turn].append(self._reads() == before and cached > 0)
+                    engine.idle_steps()
+                    flush(engine)
+                if turn == turns - 1:
+                    self._forget_device()
+                    again.append(self.ask(ids[session])[0] * 1e3)
+        found = stats(self.runner.engine)
+        return {
+            "median_ms": [statistics.median(of) for of in taken],
+            "p90_ms": [statistics.quantiles(of, n=10)[-1] for of in taken],
+            "at_once": [sum(of) / count for of in at_once],
+            "again_ms": statistics.median(again),
+            "used": found["return_reads_used"],
+            "wasted": found["return_reads_wasted"],
+        }
+
     def _prefetch(self, ids: list[int]) -> None:
         with self.runner as engine:
             engine.generate(ids, 1, params={"kv_hints": {"prefetch": True, "compute": False}})
@@ -113,6 +151,19 @@ class Sessions:
 
     def _reads(self) -> int:
         return int(stats(self.runner.engine)["disk_reads"])
+
+
+def measure_returns(disk_mb_s: float) -> dict[str, Any]:
+    """The figures of sessions that come back after equal pauses."""
+    set_environment()
+    from tiny_models import make_llama
+
+    with_faults()
+    with tempfile.TemporaryDirectory() as folder:
+        sessions = Sessions(make_llama(Path(folder) / "model"), Path(folder) / "cache", disk_mb_s)
+        found = sessions.run_returns(count=20, turns=9, pause_s=14.0)
+        sessions.runner.close()
+    return found
 
 
 def measure(turns: int, disk_mb_s: float) -> dict[str, Any]:
@@ -145,8 +196,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=43)
     parser.add_argument("--disk-mb-s", type=float, default=40)
+    parser.add_argument("--returns", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.returns:
+        print(json.dumps(measure_returns(args.disk_mb_s)))
+        return
     found = measure(args.turns, args.disk_mb_s)
     if args.json:
         print(json.dumps(found))
