@@ -181,7 +181,7 @@ class Engine:
         ``server`` ("unix:///path"), ``server_timeout_ms``, ``lookup_spin_us``, ``host_memory`` (bytes), ``disks`` (list
         of {"path", "capacity" in bytes}), ``promotion_memory`` (bytes; default: half of the arena), ``pin_memory``
         (bytes; default: three tenths of it), ``io_engine``, ``io_depth``,
-        ``min_load_tokens``, ``load_margin``, ``eviction_policy``, ``disk_admission``,
+        ``min_load_tokens``, ``load_margin``, ``disk_admission``,
         ``disk_write_rate`` (bytes per second), ``disk_ttl`` (seconds), ``remote`` (URL), ``remote_object`` (bytes),
         ``remote_write``,
         ``remote_write_rate`` (bytes per second), ``remote_ttl`` (seconds), ``remote_any_owner``, ``verify_host``,
@@ -619,7 +619,6 @@ class Replay:
         cls,
         host_blocks: int,
         disk_blocks: int = 0,
-        leafhd: bool = False,
         second_touch: bool = False,
         disk_writes_per_s: float = 0.0,
     ) -> Replay:
@@ -657,7 +656,6 @@ class Fleet:
         parts: int,
         host_blocks: int,
         disk_blocks: int,
-        leafhd: bool,
         second_touch: bool,
         disk_writes_per_s: float,
         store_objects: int,

@@ -200,11 +200,6 @@ class UndercroftConfig:
         "only the status (docs/hit-threshold.md). A request may choose its own.",
         choice("finish_reason", "error"), str,
     )]
-    eviction_policy: Annotated[str, Option(
-        "text", "lru", '"lru" or "leafhd"',
-        "Order of eviction: the least recently used leaf first, or the leaf with the lowest learned hit density.",
-        choice("lru", "leafhd"), str, "engine",
-    )]
     disk_admission: Annotated[str, Option(
         "text", "all", '"all" or "second_touch"',
         "Blocks that are written to disk: all, or those used a second time (reduces SSD wear).",

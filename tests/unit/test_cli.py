@@ -469,7 +469,7 @@ def test_the_version_is_printed_without_a_core(
         (["bench", "disk", "--block-bytes", "1XB"], "Allowed: bytes as a number, or with a unit"),
         (["bench", "lookup", "--keys", "abc"], "abc is not a whole number from 1 to"),
         (["bench", "copy", "--block-bytes", "4"], "less than a byte for each of 32 layers; give more"),
-        (["check-config", '{"eviction_policy": "LRU"}'], "did you mean 'lru'?"),
+        (["check-config", '{"disk_admission": "ALL"}'], "did you mean 'all'?"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_allowed_ones(

@@ -112,7 +112,6 @@ BAD = {
     "unique_media_uuids": [1, "true", None],
     "cache_hit_threshold": [-0.1, 1.1, float("nan"), "0.5", True],
     "cache_hit_threshold_answer": ["eror", "412", 412, True, None],
-    "eviction_policy": ["fifo", None],
     "disk_admission": ["none", 1],
     "on_disk_error": ["ignore", False],
     "disk_on_other_version": ["delete", 2],

@@ -278,7 +278,7 @@ def test_options_are_refused_by_their_names():
     for options, message in (
         ({"host_mem": 1}, r"unknown field `host_mem`, expected one of .*`host_memory`"),
         ({"host_memory": 16 * MIB, "io_engine": "aio"}, r"^io_engine: .*`io_uring`"),
-        ({"host_memory": 16 * MIB, "eviction_policy": "LRU"}, r"^eviction_policy: .*`lru`"),
+        ({"host_memory": 16 * MIB, "disk_admission": "ALL"}, r"^disk_admission: .*`all`"),
         ({"server": "/run/s"}, r'^server is "/run/s"; allowed: "unix:///path"'),
         ({"host_memory": 1 << 60}, r"^host_memory 1048576 TiB: only .*iB of memory are available"),
     ):

@@ -111,7 +111,6 @@ def routed(trace: Trace, router: str, hosts: int, **others: Any) -> list[int]:
         "parts": 1,
         "host_blocks": 64,
         "disk_blocks": 256,
-        "leafhd": False,
         "second_touch": False,
         "disk_writes_per_s": 0.0,
         "store_objects": 0,
@@ -173,7 +172,7 @@ def test_the_fleet_says_whether_the_store_pays_and_how_many_hosts_it_carries(
 
 @pytest.mark.parametrize(
     "option",
-    [("--eviction-policy", "leafhd"), ("--disk-admission", "second_touch"), ("--remote-write", "second_touch")],
+    [("--disk-admission", "second_touch"), ("--remote-write", "second_touch")],
 )
 def test_the_hosts_have_the_options_of_the_engine(
     option: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path

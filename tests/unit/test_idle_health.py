@@ -103,7 +103,7 @@ def test_the_gauges_of_an_idle_vllm_move(engine: Any, tmp_path: Path) -> None:
 def test_options_that_do_not_count_are_named(tmp_path: Path) -> None:
     common = {"disk_path": str(tmp_path / "cache"), "host_memory": "16MiB", "disk_capacity": "64MiB"}
     first = open_engine(UndercroftConfig.parse(common | {"disk_write_rate": 7}, {}))
-    others = {"host_memory": "32MiB", "eviction_policy": "leafhd", "disk_capacity": "50%", "io_depth": 4}
+    others = {"host_memory": "32MiB", "disk_admission": "second_touch", "disk_capacity": "50%", "io_depth": 4}
     config = UndercroftConfig.parse(common | others, {})
     second = open_engine(config)
     try:
@@ -113,7 +113,7 @@ def test_options_that_do_not_count_are_named(tmp_path: Path) -> None:
         ignored = ignored_options(config, second.info())
         assert [one.split()[0] for one in ignored] == [
             "host_memory",
-            "eviction_policy",
+            "disk_admission",
             "disk_write_rate",
             "io_depth",
             "disks",

@@ -183,7 +183,7 @@ def test_disk_path_may_be_given_several_times() -> None:
     [
         (["--host-memory", "12XB"], "undercroft: error: --host-memory 12XB: unknown unit 'XB'. Allowed: bytes"),
         (["--io-depth", "many"], "undercroft: error: --io-depth many: not a number. Allowed: 1 to 1024."),
-        (["--eviction-policy", "lruu"], "(did you mean 'lru'?)"),
+        (["--disk-admission", "al"], "(did you mean 'all'?)"),
         (["--disk-capacity", "1GiB"], "without a disk_path"),
     ],
 )

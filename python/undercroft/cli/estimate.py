@@ -87,9 +87,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], sh
         metavar="TOKENS",
         help="tokens of a block, if the trace does not say (512, as in Mooncake's)",
     )
-    for name, choices in {"eviction_policy": ("lru", "leafhd"), "disk_admission": ("all", "second_touch")}.items():
-        option = next(option for option in OPTIONS if option.name == name)
-        parser.add_argument(option.flag, choices=choices, default=option.default, help=f"{option.help} (%(default)s)")
+    option = next(option for option in OPTIONS if option.name == "disk_admission")
+    choices = ("all", "second_touch")
+    parser.add_argument(option.flag, choices=choices, default=option.default, help=f"{option.help} (%(default)s)")
     estimate_fleet.add_arguments(parser)
     arguments.add_model(parser)
     parser.set_defaults(run=run)
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
         def replayed(host_tokens: int, disk_tokens: int = 0, write_tokens_s: float = 0.0) -> Outcome:
             second_touch = args.disk_admission == "second_touch"
-            tiers = Tiers(host_tokens, disk_tokens, args.eviction_policy == "leafhd", second_touch, write_tokens_s)
+            tiers = Tiers(host_tokens, disk_tokens, second_touch, write_tokens_s)
             return replay(trace, tiers, bar.update)
 
         cases = []

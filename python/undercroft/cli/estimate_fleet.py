@@ -160,11 +160,11 @@ class _Fleet:
         args, trace, groups = self.args, self.trace, self.model.groups
         host, disk, remote = sizes
         tokens = tokens_of(trace, self.model, "host", host), tokens_of(trace, self.model, "disk", disk)
-        leafhd, second_touch = args.eviction_policy == "leafhd", args.disk_admission == "second_touch"
+        second_touch = args.disk_admission == "second_touch"
         write_tokens_s = (self.machine.disk_write or 0) * tokens[1] / disk if disk else 0.0
         found = replay_fleet(
             trace,
-            Tiers(*tokens, leafhd, second_touch, write_tokens_s),
+            Tiers(*tokens, second_touch, write_tokens_s),
             Store(
                 objects_in(remote, self.objects),
                 args.remote_write,

@@ -109,7 +109,6 @@ def replay_fleet(
         parts=objects.parts,
         host_blocks=tiers.host_tokens // size,
         disk_blocks=tiers.disk_tokens // size,
-        leafhd=tiers.leafhd,
         second_touch=tiers.second_touch,
         disk_writes_per_s=tiers.disk_write_tokens_s / size,
         store_objects=store.objects,

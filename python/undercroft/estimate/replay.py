@@ -46,11 +46,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Capacities in tokens, and the policy."""
+    """Capacities in tokens, and what is written to disk."""
 
     host_tokens: int
     disk_tokens: int = 0
-    leafhd: bool = False
     second_touch: bool = False
     disk_write_tokens_s: float = 0.0
     """Tokens a second that the disk can write; 0 if it takes every write at once."""
@@ -68,7 +67,6 @@ def replay(trace: Trace, tiers: Tiers, progress: Callable[[int], object] | None 
     engine = _core.Replay(
         tiers.host_tokens // size,
         tiers.disk_tokens // size,
-        tiers.leafhd,
         tiers.second_touch,
         tiers.disk_write_tokens_s / size,
     )

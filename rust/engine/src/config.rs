@@ -73,7 +73,7 @@ impl EngineConfig {
     pub fn new(host_bytes: u64) -> Self {
         Self {
             host_bytes,
-            policy: PolicyKind::Lru,
+            policy: PolicyKind::default(),
             promotion_bytes: host_bytes / 2,
             // Three tenths.
             pin_bytes: host_bytes / 10 * 3,

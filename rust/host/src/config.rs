@@ -10,7 +10,6 @@ use undercroft_contract::cipher::PayloadCipher;
 use undercroft_contract::remote::{RemoteConfig, RemoteWrite};
 use undercroft_contract::tier::TENANT_SHARE_WHOLE;
 use undercroft_engine::EngineConfig;
-use undercroft_engine::policy::PolicyKind;
 use undercroft_io::IoEngineChoice;
 use undercroft_io::arena::ARENA_ALIGN;
 use undercroft_io::disk::open::OnOtherVersion;
@@ -110,8 +109,6 @@ pub struct HostConfig {
     pub min_load_tokens: Option<u32>,
     /// Longest planned wait without progress, as a part of the time of computing; by default 0.25.
     pub load_margin: Option<f64>,
-    /// Eviction policy of every tier.
-    pub eviction_policy: PolicyKind,
     /// Which blocks are written to disk.
     pub disk_admission: DiskAdmission,
     /// Bytes a second that may be written to disk; 0 is unlimited.
@@ -260,7 +257,6 @@ impl HostConfig {
     pub(crate) fn engine(&self) -> EngineConfig {
         let defaults = EngineConfig::new(self.arena_bytes());
         EngineConfig {
-            policy: self.eviction_policy,
             promotion_bytes: self.promotion_memory.unwrap_or(defaults.promotion_bytes),
             pin_bytes: self.pin_memory.unwrap_or(defaults.pin_bytes),
             min_load_tokens: self.min_load_tokens,
@@ -308,7 +304,7 @@ mod tests {
     #[test]
     fn options_have_their_names_and_the_others_their_defaults() {
         let json = r#"{"host_memory": 4097, "disks": [{"path": "/d", "capacity": 5}], "io_engine": "thread_pool",
-            "eviction_policy": "leafhd", "disk_admission": "second_touch", "promotion_memory": null,
+            "disk_admission": "second_touch", "promotion_memory": null,
             "verify_host": true}"#;
         let config = HostConfig::from_json(json).unwrap();
         let expected = HostConfig {
@@ -318,7 +314,6 @@ mod tests {
                 capacity: DiskCapacity::Bytes(5),
             }],
             io_engine: IoEngineChoice::ThreadPool,
-            eviction_policy: PolicyKind::LeafHd,
             disk_admission: DiskAdmission::SecondTouch,
             verify_host: true,
             ..HostConfig::default()
@@ -339,8 +334,11 @@ mod tests {
             choice.starts_with("io_engine: ") && choice.contains("`io_uring`"),
             "{choice}"
         );
-        let policy = refused(r#"{"eviction_policy": "LRU"}"#);
-        assert!(policy.contains("`lru`, `leafhd`") || policy.contains("`lru` or `leafhd`"));
+        let admission = refused(r#"{"disk_admission": "ALL"}"#);
+        assert!(
+            admission.contains("`all`, `second_touch`")
+                || admission.contains("`all` or `second_touch`")
+        );
         let disk = refused(r#"{"disks": [{"path": "/d"}]}"#);
         assert!(
             disk.starts_with("disks[0]: ") && disk.contains("`capacity`"),

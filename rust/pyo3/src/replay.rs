@@ -25,18 +25,17 @@ impl PyReplay {
     /// An empty engine; capacities in blocks, 0 disk blocks for none. The disk writes `disk_writes_per_s` blocks a
     /// second, or each at once if that is 0. Raises ConfigError.
     #[new]
-    #[pyo3(signature = (host_blocks, disk_blocks = 0, leafhd = false, second_touch = false, disk_writes_per_s = 0.0))]
+    #[pyo3(signature = (host_blocks, disk_blocks = 0, second_touch = false, disk_writes_per_s = 0.0))]
     fn new(
         host_blocks: usize,
         disk_blocks: usize,
-        leafhd: bool,
         second_touch: bool,
         disk_writes_per_s: f64,
     ) -> Result<Self> {
         let options = Options {
             host_blocks,
             disk_blocks,
-            policy: policy(leafhd),
+            policy: PolicyKind::default(),
             second_touch,
             disk_writes_per_s,
             seed: 1,
@@ -91,7 +90,7 @@ impl PyFleet {
     /// Empty hosts. Capacities are in blocks of requests, each of which is `parts` blocks of the engine; an object of the
     /// store has `object_blocks` of these. Raises ConfigError.
     #[new]
-    #[pyo3(signature = (*, hosts, router, parts, host_blocks, disk_blocks, leafhd, second_touch, disk_writes_per_s,
+    #[pyo3(signature = (*, hosts, router, parts, host_blocks, disk_blocks, second_touch, disk_writes_per_s,
                         store_objects, object_blocks, store_write, store_writes_per_s))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
@@ -100,7 +99,6 @@ impl PyFleet {
         parts: u32,
         host_blocks: usize,
         disk_blocks: usize,
-        leafhd: bool,
         second_touch: bool,
         disk_writes_per_s: f64,
         store_objects: usize,
@@ -114,7 +112,7 @@ impl PyFleet {
             host: Options {
                 host_blocks: in_parts(host_blocks),
                 disk_blocks: in_parts(disk_blocks),
-                policy: policy(leafhd),
+                policy: PolicyKind::default(),
                 second_touch,
                 disk_writes_per_s: disk_writes_per_s * f64::from(parts),
                 seed: 1,
@@ -187,13 +185,6 @@ impl PyFleet {
             ("peak_requests", store.peak_requests),
             ("peak_blocks", store.peak_blocks),
         ])
-    }
-}
-
-fn policy(leafhd: bool) -> PolicyKind {
-    match leafhd {
-        true => PolicyKind::LeafHd,
-        false => PolicyKind::Lru,
     }
 }
 

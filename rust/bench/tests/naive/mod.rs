@@ -68,7 +68,7 @@ struct Block {
 }
 
 /// Learned hit density with admission. A hit touches its last block and some of those above, which stand for the others
-/// in what is learned; a victim is the oldest leaf of a class.
+/// in what is learned; a victim is the oldest leaf, or that of a class that is clearly worse.
 pub(crate) fn leafhd<'a>(requests: impl Iterator<Item = &'a [u64]>, capacity: usize) -> Outcome {
     let mut resident: HashMap<u64, Block> = HashMap::new();
     let mut leaves: Vec<u64> = Vec::new();
@@ -129,15 +129,21 @@ pub(crate) fn leafhd<'a>(requests: impl Iterator<Item = &'a [u64]>, capacity: us
                     let of_class = &mut oldest[known.class];
                     *of_class = (*of_class).or(age).min(age);
                 }
-                let candidates = oldest.iter().zip(&density).filter_map(|(leaf, density)| {
-                    leaf.map(|(last, arrival, leaf)| {
-                        (density[bucket(tick - last)], last, arrival, leaf)
-                    })
+                let worth = |class: usize, last| density[class][bucket(tick - last)];
+                let candidates = oldest.iter().enumerate().filter_map(|(class, leaf)| {
+                    leaf.map(|(last, arrival, leaf)| (last, arrival, leaf, worth(class, last)))
                 });
-                let victim = candidates.min_by(|one, other| one.partial_cmp(other).unwrap());
-                match victim.filter(|(worth, ..)| density[class][0] >= *worth) {
+                let order = |one: &f64, other: &f64| one.partial_cmp(other).unwrap();
+                let worst = candidates
+                    .clone()
+                    .min_by(|one, other| order(&one.3, &other.3));
+                let first = candidates.min_by_key(|&(last, arrival, ..)| (last, arrival));
+                // The oldest one, unless another one is clearly worse.
+                let victim = worst.filter(|worst| worst.3 < 0.8 * first.unwrap().3);
+                let victim = victim.or(first);
+                match victim.filter(|victim| density[class][0] >= 0.8 * victim.3) {
                     None => refused = true,
-                    Some((.., victim)) => {
+                    Some((_, _, victim, _)) => {
                         let gone = resident.remove(&victim).unwrap();
                         let (last, class, depth) = (gone.last, gone.class, gone.depth);
                         remember(victim, last, class, depth, &mut entry_of, &mut ghosts);

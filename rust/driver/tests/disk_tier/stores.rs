@@ -102,11 +102,12 @@ fn space_moves_between_models_by_use() {
     let mut rig = Open::new(&dirs).plain();
     let len = 10;
     for model in &models {
-        let prompts = 2 * DISK / u64::from(model.payload_bytes) / u64::from(len);
+        let prompts = 3 * DISK / u64::from(model.payload_bytes) / u64::from(len);
         for prompt in 0..prompts {
             rig.save_of(model, prompt, len);
         }
-        // The newest blocks of this model are all on disk, whichever model had the space before.
+        // The newest blocks of this model are all on disk, whichever model had the space before. That one keeps some of its
+        // blocks for a while, since they came back.
         let used = rig.engine.gauges().disk_used_bytes;
         assert!(used > DISK * 7 / 10, "{model:?}: {used}");
         drop(rig);
@@ -114,7 +115,7 @@ fn space_moves_between_models_by_use() {
         let hits: Vec<u32> = (0..prompts)
             .map(|prompt| rig.hit_of(model, prompt, len))
             .collect();
-        let recent = &hits[hits.len() - hits.len() / 4..];
+        let recent = &hits[hits.len() - hits.len() / 6..];
         assert!(
             recent.iter().all(|&hit| hit == len),
             "{model:?}: {recent:?}"

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::work;
 
 use super::leaf::{Leaf, next_class};
-use super::leafhd::LeafHd;
+use super::leafhd::{CLEARLY, LeafHd};
 use super::leaves::Leaves;
 use super::sample::weight;
 
@@ -14,11 +14,19 @@ use super::sample::weight;
 #[serde(rename_all = "lowercase")]
 pub enum PolicyKind {
     /// The least recently used leaf is evicted; every block is admitted.
-    #[default]
     Lru,
-    /// Learned hit density: the leaf with the fewest expected hits per tick is evicted; a block with fewer
-    /// expected hits is not admitted.
+    /// Learned hit density: the oldest leaf is evicted unless another one has clearly fewer expected hits per tick; a block
+    /// with clearly fewer expected hits is not admitted.
+    #[default]
     LeafHd,
+}
+
+/// A candidate with its expected hits per tick.
+#[derive(Clone, Copy)]
+struct Weighed<T> {
+    of: T,
+    leaf: Leaf,
+    density: f64,
 }
 
 /// The eviction policy of one tier. The same calls give the same victims.
@@ -74,25 +82,38 @@ impl Policy {
     /// younger leaves are hardly ever the worst.
     pub fn victim(&self, set: usize, tick: u64) -> Option<Leaf> {
         work::candidate();
-        let mut first: Option<Leaf> = None;
-        for leaf in self.sets.get(set)?.oldest_of_each() {
-            if first.is_none_or(|first| self.is_before(&leaf, &first, tick)) {
-                first = Some(leaf);
-            }
-        }
-        first
+        let leaves = self.sets.get(set)?.oldest_of_each();
+        let first = self.first(leaves.map(|leaf| ((), leaf)), tick);
+        first.map(|(_, leaf)| leaf)
     }
 
-    /// Whether `leaf` is evicted before `other`. As long as nothing is known, the older one is.
-    pub fn is_before(&self, leaf: &Leaf, other: &Leaf, tick: u64) -> bool {
-        let is_older = (leaf.last, leaf.node) < (other.last, other.node);
-        match &self.learned {
-            None => is_older,
-            Some(learned) => {
-                let (own, others) = (learned.density(leaf, tick), learned.density(other, tick));
-                own < others || own == others && is_older
+    /// The candidate to evict first: the oldest one, unless another one is clearly worse.
+    pub(super) fn first<T: Copy>(
+        &self,
+        candidates: impl Iterator<Item = (T, Leaf)>,
+        tick: u64,
+    ) -> Option<(T, Leaf)> {
+        let density = |leaf: &Leaf| match &self.learned {
+            None => 0.0,
+            Some(learned) => learned.density(leaf, tick),
+        };
+        let (mut oldest, mut worst): (Option<Weighed<T>>, Option<Weighed<T>>) = (None, None);
+        for (of, leaf) in candidates {
+            let density = density(&leaf);
+            let weighed = Weighed { of, leaf, density };
+            if oldest.is_none_or(|oldest| leaf.is_older(&oldest.leaf)) {
+                oldest = Some(weighed);
+            }
+            if worst.is_none_or(|worst| density < worst.density) {
+                worst = Some(weighed);
             }
         }
+        let (oldest, worst) = (oldest?, worst?);
+        let first = match worst.density < CLEARLY * oldest.density {
+            true => worst,
+            false => oldest,
+        };
+        Some((first.of, first.leaf))
     }
 
     /// Up to `count` leaves of a set that may be evicted soon. They stay in the set.

@@ -14,6 +14,13 @@ pub struct Leaf {
     pub hit_class: u8,
 }
 
+impl Leaf {
+    /// Whether the leaf was last used before `other`. Equal ticks have one order, too.
+    pub(super) fn is_older(&self, other: &Leaf) -> bool {
+        (self.last, self.node) < (other.last, other.node)
+    }
+}
+
 /// The class after one more hit.
 pub(super) fn next_class(hit_class: u8) -> u8 {
     hit_class.saturating_add(1).min(HIT_CLASSES - 1)

@@ -1,4 +1,4 @@
-//! LeafHD: learns the hit density of leaves, and does not admit blocks of lower density than those they would replace.
+//! LeafHD: learns the hit density of leaves, and does not admit blocks of clearly lower density than those they would replace.
 
 use super::cohorts::Cohorts;
 use super::density::Density;
@@ -19,6 +19,11 @@ const GHOSTS_MIN: usize = 1000;
 /// Keeps the memory of a very large tier below 64 MiB. Such a tier holds blocks for longer than the
 /// ages that the buckets distinguish.
 const GHOSTS_MAX: usize = 4 << 20;
+
+/// The part of a leaf's density below which another density is clearly lower. What was learned decides only then, and the
+/// order of last use otherwise: an estimate is never exact, so that on a workload made for that order each small difference
+/// would be a mistake.
+pub(super) const CLEARLY: f64 = 0.8;
 
 /// The learned densities, and the blocks that the policy counts: see [`super::sample`].
 #[derive(Debug)]
@@ -52,7 +57,7 @@ impl LeafHd {
     }
 
     pub(super) fn admit(&self, hit_class: u8, victim: &Leaf, tick: u64) -> bool {
-        self.density.of(hit_class, 0) >= self.density(victim, tick)
+        self.density.of(hit_class, 0) >= CLEARLY * self.density(victim, tick)
     }
 
     pub(super) fn on_hit(&mut self, depth: u32, hit_class: u8, last: u64, tick: u64) {

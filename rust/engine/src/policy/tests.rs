@@ -1,5 +1,3 @@
-use std::collections::BTreeSet;
-
 use proptest::prelude::*;
 
 use super::*;
@@ -190,33 +188,27 @@ fn a_block_is_seen_again_until_it_is_forgotten() {
 }
 
 #[test]
-fn the_victim_is_the_oldest_leaf_of_the_least_dense_class() {
+fn the_oldest_leaf_goes_first_unless_another_one_is_clearly_worse() {
     let mut policy = Policy::new(PolicyKind::LeafHd, 2000);
     let tick = teach(&mut policy, 500);
-    for node in 0..400 {
-        let last = tick - u64::from(node / 4);
-        let hit_class = (node % 4) as u8;
-        policy.insert_leaf(
-            0,
-            Leaf {
-                node,
-                last,
-                hit_class,
-            },
-        );
-    }
-    let mut victims = BTreeSet::new();
-    let mut oldest: [u64; 4] = [0; 4];
-    while let Some(leaf) = policy.victim(0, tick) {
-        assert!(policy.remove_leaf(0, leaf));
-        // Nobody comes back to blocks of the first class.
-        assert!(victims.len() >= 100 || leaf.hit_class == 0, "{leaf:?}");
-        let class = &mut oldest[usize::from(leaf.hit_class)];
-        assert!(leaf.last >= *class, "{leaf:?}");
-        *class = leaf.last;
-        victims.insert(leaf.node);
-    }
-    assert_eq!(victims.len(), 400);
+    let leaf = |node, age, hit_class| Leaf {
+        node,
+        last: tick - age,
+        hit_class,
+    };
+    let first = |one: Leaf, other: Leaf| {
+        let candidates = [((), one), ((), other)];
+        policy.first(candidates.into_iter(), tick).unwrap().1
+    };
+    // Blocks of class 3 come back after 10 ticks, so that in 8 or 9 ticks there is one hit.
+    let (older, younger) = (leaf(1, 2, 3), leaf(2, 1, 3));
+    assert_eq!(first(older, younger), older);
+    assert_eq!(first(younger, older), older);
+    let soon = leaf(3, 6, 3);
+    assert_eq!(first(soon, younger), younger);
+    // Hardly any block of class 0 comes back.
+    let dead = leaf(4, 0, 0);
+    assert_eq!(first(soon, dead), dead);
 }
 
 #[test]
@@ -255,7 +247,7 @@ fn blocks_between_the_sampled_depths_teach_nothing() {
             hit_class: 3,
         };
         let old = Leaf { last: 383, ..young };
-        policy.is_before(&old, &young, 400)
+        policy.first([((), old), ((), young)].into_iter(), 400) == Some(((), old))
     };
     assert!(!keeps_younger(8), "the older block is about to come back");
     assert!(keeps_younger(9));

