@@ -236,19 +236,28 @@ impl Residency {
         first.map(|(_, leaf)| leaf)
     }
 
-    /// The candidate that a read of a node's payload would evict from the arena, `NONE` if there is room. `None`: nothing
-    /// may be evicted, or only the last copy of a payload.
-    pub(crate) fn gives_way_to(&mut self, id: NodeId, group: u8) -> Option<NodeId> {
+    /// The candidate that reads of `count` payloads like a node's would evict first from the arena, `NONE` if there is room.
+    /// `None`: nothing may be evicted, or perhaps the last copy of a payload.
+    pub(crate) fn gives_way_to(&mut self, id: NodeId, group: u8, count: u32) -> Option<NodeId> {
         let class = self.class(id, Region::Host, group);
         if !self.host.is_full(class) {
             return Some(NONE);
         }
         let kept = self.kept(Region::Host);
         let victim = self.victim(Region::Host, class, kept)?.node;
-        let mut payloads = self.node(victim).payloads();
-        let on_disk = payloads
-            .all(|payload| !payload.is_readable(Tier::Host) || payload.disk == DiskState::Present);
-        on_disk.then_some(victim)
+        let policies = self.policies(Region::Host);
+        let soon = policies.victims(class, count as usize, kept);
+        let of_soon = soon.iter().map(|leaf| leaf.node);
+        let mut may_go = of_soon.chain([victim]);
+        may_go.all(|node| self.is_copied(node)).then_some(victim)
+    }
+
+    /// Whether all that a node has in the arena is on disk, too.
+    fn is_copied(&self, id: NodeId) -> bool {
+        work::node();
+        let mut payloads = self.node(id).payloads();
+        payloads
+            .all(|payload| !payload.is_readable(Tier::Host) || payload.disk == DiskState::Present)
     }
 
     /// Whether a node is a leaf of the arena that may be evicted.

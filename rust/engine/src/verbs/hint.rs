@@ -441,7 +441,9 @@ impl Engine {
             return false;
         }
         let group = node.groups().find(|&group| node.requires(group));
-        let victim = self.residency.gives_way_to(end.0, group.unwrap_or(0));
+        let victim = self
+            .residency
+            .gives_way_to(end.0, group.unwrap_or(0), reading.piece);
         victim.is_some_and(|victim| {
             let epoch = |node| self.residency.node(node).epoch;
             let of_victim = (victim != NONE).then(|| (victim, epoch(victim)));

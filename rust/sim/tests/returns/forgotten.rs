@@ -1,9 +1,11 @@
-//! What is not read: conversations that are gone, and those of another namespace.
+//! What is not read: conversations that are gone, those of another namespace, and those for which something would be lost.
 
 use undercroft_contract::key::BlockHash;
-use undercroft_engine::SessionId;
+use undercroft_contract::session::LookupRequest;
+use undercroft_engine::policy::PolicyKind;
+use undercroft_engine::{EngineConfig, SessionId};
 
-use super::{FIRST, Life, SECOND, chain};
+use super::{BLOCK, FIRST, Life, PAYLOAD, SECOND, chain};
 
 const PAUSE: u64 = 20 * SECOND;
 /// Blocks of the arena.
@@ -11,7 +13,10 @@ const HOST: u64 = 192;
 
 /// A life with a regular conversation that is on disk alone, and its blocks. It would be read within the next pause.
 fn regular(disk_blocks: u64) -> (Life, SessionId, u64) {
-    let mut life = Life::new(HOST, disk_blocks, true);
+    regular_in(Life::new(HOST, disk_blocks, true))
+}
+
+fn regular_in(mut life: Life) -> (Life, SessionId, u64) {
     let session = life.open("model");
     let mut known = FIRST - 1;
     for _ in 0..5 {
@@ -123,5 +128,38 @@ fn another_namespace_is_not_read() {
     assert!(read <= known, "{read} of {known}");
     let done = life.request(session, 0, known);
     assert_eq!(done.at_once, known);
+    life.check();
+}
+
+#[test]
+fn the_last_copies_of_blocks_do_not_make_way() {
+    let config = EngineConfig {
+        policy: PolicyKind::Lru,
+        ..EngineConfig::new(HOST * u64::from(PAYLOAD))
+    };
+    let (mut life, session, _) = regular_in(Life::with(config, 4096));
+    // The first candidates are on disk, and those behind them in memory alone.
+    const SHORT: u64 = 50_000;
+    life.request(session, SHORT, 1);
+    life.is_full = true;
+    let blocks = [FIRST, FIRST, FIRST, FIRST, FIRST, HOST - 5 * FIRST - 2];
+    for (of, blocks) in (300..).zip(blocks) {
+        life.request(session, of, blocks - 1);
+    }
+    let before = reads(&life);
+    life.until(life.now_ns + PAUSE - 3 * SECOND / 2);
+    assert_eq!(reads(&life), before);
+    for (of, blocks) in (300..).zip(blocks) {
+        let asked = chain(of, blocks);
+        let found = life
+            .engine
+            .lookup(session, &LookupRequest::new("again", &asked));
+        assert_eq!(
+            found.tokens().map(|of| of.0),
+            Some(blocks as u32 * BLOCK),
+            "{of}"
+        );
+        life.engine.finish_request(session, "again");
+    }
     life.check();
 }

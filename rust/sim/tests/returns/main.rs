@@ -44,6 +44,8 @@ struct Life {
     now_ns: u64,
     /// Reads fail from now on.
     is_failing: bool,
+    /// Writes fail from now on.
+    is_full: bool,
 }
 
 /// A turn of a conversation.
@@ -55,11 +57,15 @@ struct Turn {
 
 impl Life {
     fn new(host_blocks: u64, disk_blocks: u64, reads_returns: bool) -> Self {
-        let host_bytes = host_blocks * u64::from(PAYLOAD);
-        let mut engine = Engine::new(EngineConfig {
+        let config = EngineConfig {
             return_pause_ns: if reads_returns { 2 * SECOND } else { 0 },
-            ..EngineConfig::new(host_bytes)
-        });
+            ..EngineConfig::new(host_blocks * u64::from(PAYLOAD))
+        };
+        Self::with(config, disk_blocks)
+    }
+
+    fn with(config: EngineConfig, disk_blocks: u64) -> Self {
+        let mut engine = Engine::new(config);
         let (files, image) = Files::new(disk_blocks * u64::from(PAYLOAD));
         engine.attach_disks(vec![image]);
         Self {
@@ -69,6 +75,7 @@ impl Life {
             reads: BTreeMap::new(),
             now_ns: 0,
             is_failing: false,
+            is_full: false,
         }
     }
 
@@ -104,7 +111,10 @@ impl Life {
                     self.reads.insert((end_ns, token), *checksum);
                 }
                 _ => {
-                    let result = Ok(self.files.write(request));
+                    let result = match self.is_full {
+                        true => Err(IoFault::Os(28)),
+                        false => Ok(self.files.write(request)),
+                    };
                     self.engine.complete(IoCompletion { token, result });
                 }
             }
