@@ -122,7 +122,8 @@ METRICS: tuple[Metric, ...] = (
     _one("saved_blocks", "counter", "Blocks saved."),
     _one("deduplicated_blocks", "counter", "Blocks not saved because they were cached already."),
     Metric(
-        "refused_saves", "counter", "Blocks not saved to host memory (host_full) or not written to disk (the others).",
+        "refused_saves", "counter",
+        "Blocks not saved to host memory (host_full; admission, without a disk) or not written to disk (the others).",
         ("reason",),
         {
             f"refused_{reason}": (reason,)
@@ -199,7 +200,8 @@ METRICS: tuple[Metric, ...] = (
             "hints_unknown": ("unknown", "ignored"), "hints_unserved": ("any", "unserved"),
         },
     ),
-    Metric("return_reads", "counter", "Conversations that were read from disk before their expected return, by what came of it.",
+    Metric("return_reads", "counter",
+           "Conversations that were read from disk before their expected return, by what came of it.",
            ("result",), {f"return_reads_{result}": (result,) for result in ("used", "wasted")}),
     Metric("request_fields_not_used", "counter",
            "Fields of requests that were not used as given, by the reason: above the configuration's value, not in "

@@ -5,6 +5,7 @@ from __future__ import annotations
 REASONS: dict[str, str] = {
     "complete": "everything that could be loaded was cached",
     "never_seen": "the next block was never saved, or its eviction is too long ago to be remembered",
+    "not_admitted": "the next block was not saved: all that host memory held was worth more, and there is no disk",
     "evicted_host": "the next block was evicted from host memory and was not on disk",
     "evicted_disk": "the next block was evicted from disk",
     "lost": "the next block was lost: unreadable, changed, reset, cleared, or after one that is gone",
@@ -42,7 +43,7 @@ REASONS_OF_TOKENS = REASONS | BESIDE_LOOKUPS
 MISSED = tuple(name for name in REASONS_OF_TOKENS if name != "complete")
 """The values of the label of the metric ``missed_tokens``."""
 
-_WITH_AGE = ("evicted_host", "evicted_disk", "lost")
+_WITH_AGE = ("not_admitted", "evicted_host", "evicted_disk", "lost")
 
 
 def sentence(reason: str, ago_s: float | None = None) -> str:

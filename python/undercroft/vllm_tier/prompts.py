@@ -34,7 +34,7 @@ _ASK_S = 0.0005
 """Time after which the engine is asked about a waiting prompt again."""
 _FINAL = frozenset(
     (
-        *("complete", "never_seen", "evicted_host", "evicted_disk"),
+        *("complete", "never_seen", "not_admitted", "evicted_host", "evicted_disk"),
         *("lost", "incomplete", "other_identity", "no_boundary"),
     )
 )

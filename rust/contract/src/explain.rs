@@ -9,8 +9,10 @@ pub enum Reason {
     /// Nothing is missing: the hit covers the whole request, or the device has all tokens.
     #[default]
     Complete,
-    /// The first missing block is neither in the index nor among those that the engine remembers as evicted.
+    /// The first missing block is neither in the index nor among those that the engine remembers.
     NeverSeen,
+    /// The first missing block was not saved: all that full host memory held was worth more, and there is no disk.
+    NotAdmitted,
     /// The first missing block was evicted from host memory, and was not on disk.
     EvictedHost,
     /// The first missing block was evicted from disk, and was not in host memory.
@@ -55,6 +57,7 @@ impl Reason {
         match self {
             Self::Complete => "complete",
             Self::NeverSeen => "never_seen",
+            Self::NotAdmitted => "not_admitted",
             Self::EvictedHost => "evicted_host",
             Self::EvictedDisk => "evicted_disk",
             Self::Lost => "lost",
@@ -81,7 +84,7 @@ impl Reason {
 pub struct Rest {
     /// Why the blocks were not loaded.
     pub reason: Reason,
-    /// For a block that was evicted or lost: how long before, in seconds.
+    /// For a block that was evicted, lost or not admitted: how long before, in seconds.
     pub ago_s: Option<u32>,
 }
 

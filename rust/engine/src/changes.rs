@@ -4,9 +4,9 @@
 //! ([`Engine::tell_listeners`](super::Engine::tell_listeners)), at the latest when the entry ends. A listener may be told
 //! when the node has been freed, or is another block's node. So a change holds all that a listener needs.
 
+use undercroft_contract::explain::Reason;
 use undercroft_contract::key::{BlockHash, NamespaceDigest};
 use undercroft_contract::session::BlockEvent;
-use undercroft_contract::tier::Tier;
 
 use crate::forest::{NodeId, NsId};
 
@@ -30,12 +30,11 @@ pub(super) enum Change {
         number: u64,
         event: BlockEvent,
     },
-    /// For the memory of departures: the last payload of a block has left a tier.
+    /// For the memory of departures: the last payload of a block has left a tier, or a block was not admitted.
     Departure {
         ns: NsId,
         hash: BlockHash,
-        tier: Tier,
-        evicted: bool,
+        reason: Reason,
     },
 }
 

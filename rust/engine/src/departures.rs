@@ -1,8 +1,7 @@
-//! A bounded memory of blocks that have left the tiers, for [`Reason`]s.
+//! A bounded memory of blocks that have left the tiers or were not admitted, for [`Reason`]s.
 
 use undercroft_contract::explain::{Reason, Rest};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::tier::Tier;
 
 use crate::forest::NsId;
 use crate::work;
@@ -10,16 +9,21 @@ use crate::work;
 /// Blocks that are remembered in the same place: as many as a cache line holds.
 const PLACES: usize = 8;
 
-/// How a block left.
-const EVICTED_HOST: u64 = 1;
-const EVICTED_DISK: u64 = 2;
-const LOST: u64 = 3;
+/// What can be remembered of a block.
+const REASONS: [Reason; 4] = [
+    Reason::EvictedHost,
+    Reason::EvictedDisk,
+    Reason::Lost,
+    Reason::NotAdmitted,
+];
 
-/// The bits of an entry: 32 of the block's tag, 30 of the second, 2 of the way it left. 0 is no entry.
-const SECOND_BITS: u32 = 30;
-const SECOND_MASK: u64 = (1 << SECOND_BITS) - 1;
+/// The bits of an entry: 32 of the block's tag, 29 of the second, 3 of the reason: its place in [`REASONS`], from 1. 0 is no
+/// entry.
+const REASON_BITS: u32 = 3;
+const REASON_MASK: u64 = (1 << REASON_BITS) - 1;
+const SECOND_MASK: u64 = (1 << (32 - REASON_BITS)) - 1;
 
-/// Blocks that have left the tiers, the latest ones: 8 bytes for each.
+/// Blocks that have left the tiers or were not admitted, the latest ones: 8 bytes for each.
 ///
 /// Only a part of a hash is compared, so about one answer in a billion is about another block.
 #[derive(Debug)]
@@ -47,24 +51,21 @@ impl Departures {
         self.now_s = now_ns / 1_000_000_000;
     }
 
-    /// The last payload of a block has left a tier.
-    pub(super) fn note(&mut self, ns: NsId, hash: &BlockHash, tier: Tier, evicted: bool) {
+    /// The last payload of a block has left a tier, or a block was not admitted.
+    pub(super) fn note(&mut self, ns: NsId, hash: &BlockHash, reason: Reason) {
         let Some((line, tag)) = self.place(ns, hash) else {
             return;
         };
         work::index();
-        let way = match tier {
-            _ if !evicted => LOST,
-            Tier::Host => EVICTED_HOST,
-            Tier::Disk => EVICTED_DISK,
-        };
-        let entry = tag << 32 | (self.now_s & SECOND_MASK) << 2 | way;
+        let of = REASONS.iter().position(|&of| of == reason);
+        let of = of.expect("a reason for which blocks leave or stay away") as u64 + 1;
+        let entry = tag << 32 | (self.now_s & SECOND_MASK) << REASON_BITS | of;
         let line = &mut self.lines[line];
         // The entry of the same block, else a free place, else the oldest entry.
         let now_s = self.now_s & SECOND_MASK;
         let age = |&entry: &u64| match entry {
             0 => u64::MAX,
-            entry => now_s.saturating_sub(entry >> 2 & SECOND_MASK),
+            entry => now_s.saturating_sub(entry >> REASON_BITS & SECOND_MASK),
         };
         let is_same = |entry: &u64| *entry != 0 && *entry >> 32 == tag;
         let place = line.iter().position(is_same).or_else(|| {
@@ -74,20 +75,16 @@ impl Departures {
         line[place.expect("a line has places")] = entry;
     }
 
-    /// How a block left, if that is remembered.
+    /// Why a block is not there, if that is remembered.
     pub(super) fn find(&self, ns: NsId, hash: &BlockHash) -> Option<Rest> {
         let (line, tag) = self.place(ns, hash)?;
         work::index();
         let mut entries = self.lines[line].iter();
         let entry = *entries.find(|&&entry| entry != 0 && entry >> 32 == tag)?;
-        let reason = match entry & 3 {
-            EVICTED_HOST => Reason::EvictedHost,
-            EVICTED_DISK => Reason::EvictedDisk,
-            _ => Reason::Lost,
-        };
-        let ago_s = (self.now_s & SECOND_MASK).saturating_sub(entry >> 2 & SECOND_MASK);
+        let second = entry >> REASON_BITS & SECOND_MASK;
+        let ago_s = (self.now_s & SECOND_MASK).saturating_sub(second);
         Some(Rest {
-            reason,
+            reason: REASONS[(entry & REASON_MASK) as usize - 1],
             ago_s: u32::try_from(ago_s).ok(),
         })
     }
@@ -115,14 +112,16 @@ mod tests {
         let mut gone = Departures::new(1024);
         assert_eq!(gone.find(0, &hash(1)), None);
         gone.set_now(5_000_000_000);
-        gone.note(0, &hash(1), Tier::Host, true);
-        gone.note(0, &hash(2), Tier::Disk, true);
-        gone.note(0, &hash(3), Tier::Disk, false);
+        gone.note(0, &hash(1), Reason::EvictedHost);
+        gone.note(0, &hash(2), Reason::EvictedDisk);
+        gone.note(0, &hash(3), Reason::Lost);
+        gone.note(0, &hash(4), Reason::NotAdmitted);
         gone.set_now(12_900_000_000);
         let found = |number| gone.find(0, &hash(number)).map(|of| (of.reason, of.ago_s));
         assert_eq!(found(1), Some((Reason::EvictedHost, Some(7))));
         assert_eq!(found(2), Some((Reason::EvictedDisk, Some(7))));
         assert_eq!(found(3), Some((Reason::Lost, Some(7))));
+        assert_eq!(found(4), Some((Reason::NotAdmitted, Some(7))));
         assert_eq!(gone.find(1, &hash(1)), None, "of another namespace");
     }
 
@@ -130,9 +129,9 @@ mod tests {
     fn the_last_way_counts_and_takes_no_other_place() {
         let mut gone = Departures::new(PLACES);
         for number in 0..PLACES as u64 {
-            gone.note(0, &hash(number), Tier::Host, true);
+            gone.note(0, &hash(number), Reason::EvictedHost);
         }
-        gone.note(0, &hash(0), Tier::Disk, true);
+        gone.note(0, &hash(0), Reason::EvictedDisk);
         for number in 0..PLACES as u64 {
             assert!(gone.find(0, &hash(number)).is_some());
         }
@@ -145,7 +144,7 @@ mod tests {
         let mut gone = Departures::new(4096);
         for number in 0..20_000 {
             gone.set_now(number * 1_000_000_000);
-            gone.note(0, &hash(number), Tier::Host, true);
+            gone.note(0, &hash(number), Reason::EvictedHost);
         }
         let known = |numbers: std::ops::Range<u64>| {
             let all = numbers.end - numbers.start;

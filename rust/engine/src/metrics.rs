@@ -107,6 +107,7 @@ pub struct Counters {
     pub answered_device_tokens: u64,
     pub answered_hit_tokens: u64,
     pub misses_never_seen: u64,
+    pub misses_not_admitted: u64,
     pub misses_evicted_host: u64,
     pub misses_evicted_disk: u64,
     pub misses_lost: u64,
@@ -185,6 +186,7 @@ impl Counters {
             // Neither reason is a miss of the engine.
             Reason::Complete | Reason::NoServer => return,
             Reason::NeverSeen => &mut self.misses_never_seen,
+            Reason::NotAdmitted => &mut self.misses_not_admitted,
             Reason::EvictedHost => &mut self.misses_evicted_host,
             Reason::EvictedDisk => &mut self.misses_evicted_disk,
             Reason::Lost => &mut self.misses_lost,

@@ -3,6 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+use undercroft_contract::explain::Reason;
 use undercroft_contract::image::DeviceImage;
 use undercroft_contract::io::{IoCompletion, IoFault, IoRequest};
 use undercroft_contract::key::BlockHash;
@@ -176,6 +177,26 @@ fn a_block_is_weighed_once_however_often_its_save_is_tried() {
         engine.finish_request(session, &format!("other {other}"));
     }
     assert_eq!(engine.counters().refused_admission, before + 1);
+}
+
+#[test]
+fn a_block_that_was_not_admitted_is_explained() {
+    let (mut engine, session) = engine(PolicyKind::LeafHd, 0);
+    teach(&mut engine, session);
+    let prompt = prompt(50, 4);
+    let reason = |engine: &mut Engine| {
+        hit(engine, session, "r", &prompt);
+        let rest = engine.inspect().explained(session, "r").unwrap().rest;
+        (rest.reason, rest.ago_s)
+    };
+    assert_eq!(reason(&mut engine), (Reason::NeverSeen, None));
+    assert_eq!(save(&mut engine, session, "r", &prompt), 0);
+    engine.finish_request(session, "r");
+    engine.set_now(7_000_000_000);
+    let before = engine.counters().misses_not_admitted;
+    assert_eq!(reason(&mut engine), (Reason::NotAdmitted, Some(7)));
+    assert_eq!(engine.counters().misses_not_admitted, before + 1);
+    assert!(before > 0, "the taught prompts came back at first");
 }
 
 #[test]

@@ -16,7 +16,7 @@ use undercroft_contract::session::SessionToken;
 pub const MAGIC: [u8; 4] = *b"UCFT";
 
 /// Version of the protocol. A server also supports the versions in `dialect.rs`.
-pub const VERSION: u16 = 16;
+pub const VERSION: u16 = 17;
 
 /// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 12;

@@ -5,6 +5,7 @@
 //! all nodes removes those without a recent use, from the leaves up. If bytes on disk are to be erased, their slots
 //! become free only when the erasure has ended.
 
+use undercroft_contract::explain::Reason;
 use undercroft_contract::io::IoFault;
 use undercroft_contract::tier::Tier;
 
@@ -136,7 +137,7 @@ impl Residency {
         if !node.has_no_slots() {
             // An earlier note of an eviction stays: `explain` names the eviction later.
             let (ns, hash) = (node.ns, node.hash);
-            self.note_departure((ns, hash), Tier::Host, false);
+            self.note_departure(ns, hash, Reason::Lost);
         }
         self.forest.unindex(id);
         self.note_bared(id);

@@ -1,5 +1,6 @@
 //! The changes of a payload's state: a slot is reserved, filled, written, freed. Which directory a payload is written to.
 
+use undercroft_contract::explain::Reason;
 use undercroft_contract::tier::Tier;
 
 use crate::disk::Disk;
@@ -338,7 +339,12 @@ impl Residency {
             let (touch, ns, hash, depth) = (node.touch(), node.ns, node.hash, node.depth);
             let Touch { last, hit_class } = touch;
             let fingerprint = hash.fingerprint();
-            self.note_departure((ns, hash), tier, loss == Loss::Evicted);
+            let reason = match tier {
+                _ if loss != Loss::Evicted => Reason::Lost,
+                Tier::Host => Reason::EvictedHost,
+                Tier::Disk => Reason::EvictedDisk,
+            };
+            self.note_departure(ns, hash, reason);
             let region = self.region(id, tier);
             let policy = &mut self.policies(region).leaves;
             match loss {

@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use undercroft_contract::explain::Reason;
 use undercroft_contract::key::BlockHash;
 use undercroft_contract::namespace::NamespaceSpec;
 use undercroft_contract::pages::page_bytes_for;
@@ -357,20 +358,10 @@ impl Residency {
         self.changes.note(Change::Payload { ns, node, event });
     }
 
-    /// Notes that the last payload of a block has left a tier.
-    pub(super) fn note_departure(
-        &mut self,
-        (ns, hash): (NsId, BlockHash),
-        tier: Tier,
-        evicted: bool,
-    ) {
+    /// Notes that the last payload of a block has left a tier, or that a block was not admitted.
+    pub(crate) fn note_departure(&mut self, ns: NsId, hash: BlockHash, reason: Reason) {
         if self.changes.has_departures {
-            self.changes.note(Change::Departure {
-                ns,
-                hash,
-                tier,
-                evicted,
-            });
+            self.changes.note(Change::Departure { ns, hash, reason });
         }
     }
 

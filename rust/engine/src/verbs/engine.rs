@@ -163,12 +163,9 @@ impl Engine {
                 number,
                 event,
             } => self.feeds.note_remote(&digest, number, event),
-            Change::Departure {
-                ns,
-                hash,
-                tier,
-                evicted,
-            } => self.lookups.departures.note(ns, &hash, tier, evicted),
+            Change::Departure { ns, hash, reason } => {
+                self.lookups.departures.note(ns, &hash, reason);
+            }
         });
     }
 

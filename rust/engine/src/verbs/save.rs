@@ -5,6 +5,7 @@
 //! so far.
 
 use slotmap::KeyData;
+use undercroft_contract::explain::Reason;
 use undercroft_contract::key::{BlockHash, HashSource};
 use undercroft_contract::namespace::GroupKind;
 use undercroft_contract::session::{
@@ -420,6 +421,8 @@ impl Engine {
             plan.cursor.blocks.not_admitted = depth;
             plan.cursor.blocks.offered = plan.cursor.blocks.offered.max(depth);
             self.residency.refuse_block(fingerprint, depth, hit_class);
+            let ns = plan.cursor.ns;
+            self.residency.note_departure(ns, hash, Reason::NotAdmitted);
             return SaveStep::Block;
         }
         plan.cursor.blocks.offered = plan.cursor.blocks.offered.max(depth);
