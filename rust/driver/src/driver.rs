@@ -1,8 +1,8 @@
 //! The threads around the engine: one IO thread, and the callers' threads.
 //!
 //! Locking: one mutex holds the engine. Callers and the IO thread hold it for one entry of the state
-//! machine each, microseconds; no IO, checksum, or wait happens under it. The IO thread alone owns
-//! the [`IoEngine`]. `waits` says, under the lock, that the IO thread is going to sleep and must be
+//! machine each, microseconds; no IO of payloads, checksum, or wait happens under it, but the files of a
+//! directory that opens late are handed over there. The IO thread alone owns the [`IoEngine`]. `waits` says, under the lock, that the IO thread is going to sleep and must be
 //! woken for new work, so a wake-up is neither lost nor sent twice.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

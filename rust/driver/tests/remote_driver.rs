@@ -186,7 +186,7 @@ fn a_hit_has_a_segment_written_whose_write_has_failed() {
     let is_written = |engine: &mut Engine| {
         let counters = engine.counters();
         let ended = counters.remote_puts + counters.remote_puts_failed;
-        ended == 8 && !engine.has_remote_work()
+        ended == 8 && !engine.inspect().has_remote_work()
     };
     assert!(writer.wait_until(limit, is_written));
     assert_eq!(objects.lock().expect("nobody panics").len(), 7);

@@ -1,8 +1,8 @@
 //! When conversations come back: what is learned of their pauses, and which of them are to be in the arena soon.
 //!
 //! A conversation is known by the last node of its chain. It ends with a save, and comes back when a request's chain ends
-//! at that node. Its next pause is predicted from its own last pauses if these agree and the last one was as predicted,
-//! else from the pauses of its kind if nearly all of these are alike. Where pauses are random, nothing is predicted: what
+//! at that node. Its next pause is predicted from its own last pauses if these agree and the last one was as predicted. If it
+//! has had fewer than two, the pauses of its kind decide, if nearly all of these are alike. Where pauses are random, nothing is predicted: what
 //! was used last is kept, which the order of eviction does already.
 //!
 //! Everything is bounded: a table of a fixed size, in which the oldest of eight gives way; a fixed number of kinds. Nodes
@@ -28,7 +28,7 @@ const PAUSE_LEAST: u64 = 2000;
 const LEAD: u64 = 500;
 /// A conversation that is later than this, and than an eighth of its pause, was not predicted.
 const SLACK: u64 = 1000;
-/// How many predictions on one basis may be wrong before reads stop. A right prediction earns one, a wrong one costs several.
+/// The credit of a basis: a right prediction earns one, a wrong one costs several, and without credit nothing is read.
 const CREDIT_AT_START: u32 = 12;
 const CREDIT_MAX: u32 = 32;
 const WRONG_COSTS: u32 = 4;
@@ -201,8 +201,8 @@ pub(super) struct ReturnRead {
 
 /// The conversations that have ended, and what is known of their pauses.
 ///
-/// Invariants: an entry with a window has one time in `times`; those whose time has come are `expected` until they come
-/// or are given up; `awaited_bytes` is the sum over the entries.
+/// Invariants: an entry with a window has one time in `times`; `expected` has those whose time has come, whose basis has credit,
+/// and that are still to be read; `awaited_bytes` is the sum over the entries.
 #[derive(Debug)]
 pub(super) struct Returns {
     /// The unit of pauses; 0: nothing is learned.
@@ -211,7 +211,7 @@ pub(super) struct Returns {
     nodes: Vec<Option<NodeId>>,
     table: Vec<Conversation>,
     times: BTreeSet<(u64, Place)>,
-    /// Those that come soonest are first.
+    /// Those that are to be read, the soonest first.
     expected: BTreeSet<(u64, Place)>,
     kinds: HashMap<Kind, Pauses>,
     pub(super) reading: Option<ReturnRead>,
@@ -507,7 +507,7 @@ impl Returns {
         self.awaited_bytes
     }
 
-    /// Whether any conversation has a time, or is being read.
+    /// Whether no conversation has a time, and none is being read.
     pub(super) fn is_empty(&self) -> bool {
         self.times.is_empty() && self.reading.is_none()
     }

@@ -571,7 +571,7 @@ fn a_prefetch_with_a_lease_gives_way_to_no_lookup() {
                 .lookup(session, &LookupRequest::new("early", &early).prefetch())
                 .tokens();
             assert_eq!(answer, Some(Tokens(tokens)));
-            promised = engine.hit_extents(session, "early", Tokens(0));
+            promised = engine.inspect().hit_extents(session, "early", Tokens(0));
         }
         // The scheduler asks for the other one; together they exceed the budget by one payload.
         engine.lookup(session, &LookupRequest::new("asked", &prompts[1]));

@@ -75,7 +75,7 @@ fn a_block_costs_no_more_than_the_documents_say() {
     for payload_bytes in [4 << 10, 128 << 10] {
         for blocks in [SPARSE, 2 * SPARSE, 50_000] {
             let engine = open(blocks, payload_bytes, |index| index);
-            let bytes = engine.index_bytes() / blocks;
+            let bytes = engine.inspect().index_bytes() / blocks;
             assert!(
                 (80..=INDEX_BYTES_PER_BLOCK).contains(&bytes),
                 "{blocks} blocks of {payload_bytes} bytes: {bytes} bytes each"
@@ -89,7 +89,7 @@ fn blocks_are_found_wherever_their_records_lie() {
     let blocks = 20_000;
     // Children before their parents, and pages in pieces.
     let engine = open(blocks, 128 << 10, |index| blocks - 1 - index);
-    let bytes = engine.index_bytes() / blocks;
+    let bytes = engine.inspect().index_bytes() / blocks;
     assert!(bytes <= INDEX_BYTES_PER_BLOCK, "{bytes} bytes each");
     // 7 and 20,000 have no common factor: each record has a place of its own.
     open(blocks, 128 << 10, |index| index * 7 % blocks);

@@ -257,6 +257,12 @@ impl HostConfig {
     pub(crate) fn engine(&self) -> EngineConfig {
         let defaults = EngineConfig::new(self.arena_bytes());
         EngineConfig {
+            // Tests of tiers turn these over with prompts that nobody asks for again, which the learned order does not admit.
+            #[cfg(feature = "faults")]
+            policy: match std::env::var_os("UNDERCROFT_LEAST_RECENT") {
+                Some(_) => undercroft_engine::policy::PolicyKind::Lru,
+                None => defaults.policy,
+            },
             promotion_bytes: self.promotion_memory.unwrap_or(defaults.promotion_bytes),
             pin_bytes: self.pin_memory.unwrap_or(defaults.pin_bytes),
             min_load_tokens: self.min_load_tokens,

@@ -377,7 +377,7 @@ impl World {
         let id = self.sessions[session].id;
         let mut extents = self
             .engine
-            .with(|engine| engine.hit_extents(id, &name, Tokens(local)));
+            .with(|engine| engine.inspect().hit_extents(id, &name, Tokens(local)));
         extents.sort_by_key(|extent| extent.group);
         let told = self.hit_by_steps(id, &name, local);
         if told != extents {

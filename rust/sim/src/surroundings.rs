@@ -352,7 +352,9 @@ impl World {
         let Some(remote) = &self.remote else {
             return Ok(());
         };
-        let has_work = self.engine.with(|engine| engine.has_remote_work());
+        let has_work = self
+            .engine
+            .with(|engine| engine.inspect().has_remote_work());
         if has_work || remote.in_flight() > 0 {
             return Err(format!(
                 "{} operations of the remote store, and more to do: {has_work}",

@@ -145,7 +145,7 @@ impl World {
     ) -> Option<Load> {
         let id = self.sessions[session].id;
         self.engine.with(|engine| {
-            let extents = engine.hit_extents(id, name, computed);
+            let extents = engine.inspect().hit_extents(id, name, computed);
             let id = engine.begin_known_load(id, name, computed, external)?;
             Some(Load {
                 id,

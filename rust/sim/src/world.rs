@@ -150,7 +150,7 @@ impl World {
             self.log.stats.remote_tokens += counters.remote_hit_tokens;
             self.log.stats.remote_corrupt += counters.remote_corrupt;
             self.log.stats.evictions += counters.host_evictions;
-            let moves = self.engine.with(|engine| engine.moves());
+            let moves = self.engine.with(|engine| engine.inspect().moves());
             self.log.stats.moved_runs += moves.runs;
             self.log.stats.gaps += moves.gaps;
             self.log.stats.filled_gaps += moves.filled_gaps;
@@ -460,7 +460,7 @@ impl World {
         self.end_pins()?;
         let mut rounds = 0;
         let rests = |engine: &mut Engine| {
-            engine.is_quiet() && engine.wake() != Due::Now && !engine.has_remote_work()
+            engine.is_quiet() && engine.wake() != Due::Now && !engine.inspect().has_remote_work()
         };
         while !self.engine.with(rests) || self.disks.in_flight() > 0 {
             self.start_io()?;

@@ -151,9 +151,11 @@ fn a_payload_from_disk_keeps_the_checksum_of_its_record() {
         drop(running);
         let running = Running::open(io, Some(&store), verify);
         assert_eq!(running.hit("from disk", &hashes), LEN);
-        let extents = running
-            .driver
-            .enter(|engine| engine.hit_extents(running.session, "from disk", Tokens(0)));
+        let extents = running.driver.enter(|engine| {
+            engine
+                .inspect()
+                .hit_extents(running.session, "from disk", Tokens(0))
+        });
         running.finish("from disk");
         running.change(&extents.unwrap());
         assert_eq!(running.hit("changed", &hashes), CHANGED as u32);

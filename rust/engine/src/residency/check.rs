@@ -206,6 +206,12 @@ impl Residency {
             !node.is_gap() || !node.is_visible(),
             "node {id}: visible although a payload was evicted"
         );
+        let writes = |disk| matches!(disk, DiskState::Queued | DiskState::Writing);
+        let mut written = node.payloads().filter(|of| writes(of.disk));
+        ensure!(
+            written.all(|of| of.host == HostState::Present),
+            "node {id}: a payload is to be written that is not in the arena"
+        );
         let is_empty_leaf = node.children() == 0
             && node.is_idle()
             && node.payloads().all(|payload| {

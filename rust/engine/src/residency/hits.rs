@@ -540,9 +540,7 @@ impl Residency {
     /// Whether a payload of a node waits to be written to disk, or is being saved.
     pub(crate) fn is_unsettled(&self, id: NodeId) -> bool {
         let mut payloads = self.node(id).payloads();
-        payloads.any(|payload| {
-            payload.is_in_flight() || matches!(payload.disk, DiskState::Queued | DiskState::Writing)
-        })
+        payloads.any(|payload| payload.is_in_flight())
     }
 
     /// Demotes a node that will not be used soon: its payloads in the arena are evicted now if they are on disk, else

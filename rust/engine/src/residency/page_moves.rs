@@ -18,7 +18,7 @@ use crate::policy::{Leaf, Tenants};
 use crate::slots::{Class, Owner, Run, slot_offset};
 use crate::work;
 
-use super::progress::{Emptying, Moves, PageMove};
+use super::progress::{Emptying, PageMove};
 use super::state::{Region, Residency};
 
 /// Candidates in each set of each other size class around which a class looks for a run.
@@ -44,7 +44,8 @@ impl Residency {
         &mut self.page_moves[region.index()]
     }
 
-    pub(crate) fn moves(&self) -> Moves {
+    #[cfg(feature = "check")]
+    pub(crate) fn moves(&self) -> super::progress::Moves {
         self.moves
     }
 

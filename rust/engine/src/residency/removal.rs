@@ -30,6 +30,11 @@ impl Residency {
         !self.removals.is_empty() && !self.has_many_erasures()
     }
 
+    /// Whether blocks that are still in the index may have been removed already, as far as users know.
+    pub(crate) fn awaits_removals(&self) -> bool {
+        !self.removals.is_empty()
+    }
+
     /// Continues the removals for about `steps` nodes. Returns whether there was a node to remove.
     pub(crate) fn continue_removals(&mut self, steps: usize) -> bool {
         let was_any = self.has_removals();

@@ -136,6 +136,7 @@ impl Residency {
     }
 
     /// Bytes that nodes, index and slots take. Candidates of the policies are few.
+    #[cfg(feature = "check")]
     pub(crate) fn index_bytes(&self) -> u64 {
         let disks = self.disks.iter().map(|disk| disk.slots().bytes());
         self.forest.bytes() + self.host.bytes() + disks.sum::<u64>()

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use undercroft_contract::explain::Explained;
 use undercroft_contract::key::{BlockHash, NamespaceDigest};
-use undercroft_contract::session::BlockEvent;
+use undercroft_contract::session::{BlockEvent, Extent, Tokens};
 
 use crate::forest::{DiskState, HostState, NONE, NodeId};
 use crate::slots::slot_offset;
@@ -12,7 +12,7 @@ use crate::slots::slot_offset;
 use super::super::ensure::ensure;
 use super::super::ids::SessionId;
 use super::super::operations::Purpose;
-use super::super::residency::LeaseCounts;
+use super::super::residency::{LeaseCounts, Moves};
 use super::super::sessions::TransferKind;
 use super::engine::Engine;
 
@@ -50,6 +50,35 @@ impl<'a> EngineView<'a> {
 }
 
 impl EngineView<'_> {
+    /// Counts of the pages that moved between size classes, and of the effect on the chains through them.
+    pub fn moves(&self) -> Moves {
+        self.engine.residency.moves()
+    }
+
+    /// Memory of the index, in bytes: nodes, the hash table and the slots' owners. Costs a pass over the tables' parts.
+    pub fn index_bytes(&self) -> u64 {
+        self.engine.residency.index_bytes()
+    }
+
+    /// Whether operations of the store are in flight, or requests wait to be sent.
+    pub fn has_remote_work(&self) -> bool {
+        let remote = self.engine.remote.as_ref();
+        remote.is_some_and(|remote| remote.is_active())
+    }
+
+    /// The places of the payloads of a load, which begins after `computed` tokens and ends with the request's last
+    /// hit. The payloads keep these places as long as the request keeps its hit.
+    pub fn hit_extents(&self, session: SessionId, request: &str, computed: Tokens) -> Vec<Extent> {
+        let lease = self.engine.sessions.request_id(session, request);
+        let lease = lease.map_or(NONE, |id| self.engine.shares[id].lease);
+        if lease == NONE {
+            return Vec::new();
+        }
+        let residency = &self.engine.residency;
+        let local = computed.0 / residency.spec_of(lease).hash_block_size;
+        residency.extents(&residency.needed_payloads(lease, local))
+    }
+
     /// Whether every invariant of the engine's state holds.
     ///
     /// # Errors

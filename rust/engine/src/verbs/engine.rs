@@ -25,7 +25,7 @@ use super::super::pins::Pins;
 use super::super::planner::Planner;
 use super::super::promotions::{PromotionEnd, Promotions};
 use super::super::remote::Remote;
-use super::super::residency::{Moves, Residency, TenantShare};
+use super::super::residency::{Residency, TenantShare};
 use super::super::retention::Retention;
 use super::super::returns::Returns;
 use super::super::sessions::Sessions;
@@ -332,16 +332,6 @@ impl Engine {
     /// Counters since the start.
     pub fn counters(&self) -> &Counters {
         &self.counters
-    }
-
-    /// Counts of the pages that moved between size classes, and of the effect on the chains through them.
-    pub fn moves(&self) -> Moves {
-        self.residency.moves()
-    }
-
-    /// Memory of the index, in bytes: nodes, the hash table and the slots' owners. Costs a pass over the tables' parts.
-    pub fn index_bytes(&self) -> u64 {
-        self.residency.index_bytes()
     }
 
     /// The gauges as of now. Costs a pass over sessions, namespaces and disks, not over blocks.

@@ -31,7 +31,7 @@ impl Engine {
         request: &LookupRequest<'_>,
         answer: Lookup,
     ) {
-        // The lookup may have evicted blocks that it misses.
+        // A lease that this lookup ended may have freed blocks.
         self.tell_listeners();
         let (state, share) = (&self.sessions.requests[id], &self.shares[id]);
         let noted = Noted {

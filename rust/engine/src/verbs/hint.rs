@@ -365,7 +365,7 @@ impl Engine {
         residency.forest().is_live(node, epoch)
             && !residency.node(node).is_detached()
             && residency.node(node).is_visible()
-            && !residency.has_removals()
+            && !residency.awaits_removals()
     }
 
     /// Continues to read a conversation. `None`: all is read, or is not to be read.
@@ -407,7 +407,7 @@ impl Engine {
             return Some(reading);
         }
         let Some(&end) = reading.ends.last() else {
-            // All is in the arena, and is to stay there.
+            // All is in the arena and is to stay there, or nothing of it may be read.
             self.residency.renew(reading.end.0);
             self.returns.stays(reading.end, self.now_ns);
             return None;

@@ -2,7 +2,7 @@
 
 use slotmap::KeyData;
 use undercroft_contract::session::{
-    Brought, Extent, GiveUp, Load, SessionToken, Sources, Tokens, TransferEnd, TransferId,
+    Brought, GiveUp, Load, SessionToken, Sources, Tokens, TransferEnd, TransferId,
 };
 
 use crate::forest::{NONE, NodeId};
@@ -30,19 +30,6 @@ impl Engine {
             self.counters.load_failures += 1;
         }
         load
-    }
-
-    /// The places of the payloads of a load, which begins after `computed` tokens and ends with the request's last
-    /// hit. The payloads keep these places as long as the request keeps its hit.
-    pub fn hit_extents(&self, session: SessionId, request: &str, computed: Tokens) -> Vec<Extent> {
-        let lease = self.sessions.request_id(session, request);
-        let lease = lease.map_or(NONE, |id| self.shares[id].lease);
-        if lease == NONE {
-            return Vec::new();
-        }
-        let local = computed.0 / self.residency.spec_of(lease).hash_block_size;
-        let payloads = self.residency.needed_payloads(lease, local);
-        self.residency.extents(&payloads)
     }
 
     /// The part of a request's prompt that was brought into host memory for it; nothing for an unknown request.

@@ -515,7 +515,7 @@ impl Engine {
         (is_above && verified.local <= local).then_some(verified.node)
     }
 
-    /// Starts to promote the payloads that a hit at `target` needs ([`Span::bounds`]). False if the budget has no room
+    /// Starts to promote the payloads that a hit at `target` needs ([`SearchSpan::bounds`]). False if the budget has no room
     /// for a hit of `min` hash blocks, or after [`PROMOTIONS_MAX`] promotions.
     pub(super) fn start_promotion(
         &mut self,

@@ -42,13 +42,6 @@ impl Engine {
         }
     }
 
-    /// Whether operations of the store are in flight, or requests wait to be sent.
-    pub fn has_remote_work(&self) -> bool {
-        self.remote
-            .as_ref()
-            .is_some_and(|remote| remote.is_active())
-    }
-
     /// Offers the segments that end at nodes that have become visible.
     pub(super) fn offer_remote(&mut self, visible: &[NodeId]) {
         if let Some((remote, mut parts)) = self.remote() {

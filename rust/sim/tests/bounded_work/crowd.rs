@@ -66,9 +66,9 @@ fn crowd_out(kinds: [u32; 2], steps: usize) {
     for host in 0..=BLOCKS {
         for again in 0..=host {
             crowd.push(&mut rig, steps);
-            let before = rig.engine().moves().runs;
+            let before = rig.engine().inspect().moves().runs;
             rig.idle(100);
-            assert_eq!(rig.engine().moves().runs, before, "nobody asks");
+            assert_eq!(rig.engine().inspect().moves().runs, before, "nobody asks");
             for length in [host, again] {
                 let tokens = length as u32 * rig::BLOCK;
                 assert_eq!(rig.lookup(model, &chain(1, length)), tokens);

@@ -272,7 +272,7 @@ fn a_page_moves_to_another_size_class_in_steps() {
             let session = rig.open(namespace("model"));
             chats(&mut rig, session, 4_000);
             let other = rig.open(other_size(bytes));
-            let before = rig.engine().moves().runs;
+            let before = rig.engine().inspect().moves().runs;
             let mut steps = 0;
             while rig.save(other, &chain(1 << 20, 1)) == 0 {
                 rig.pump();
@@ -280,7 +280,7 @@ fn a_page_moves_to_another_size_class_in_steps() {
                 assert!(steps < 100, "{bytes} bytes find no room");
             }
             rig.pump();
-            assert!(rig.engine().moves().runs > before);
+            assert!(rig.engine().inspect().moves().runs > before);
             assert_eq!(rig.lookup(other, &chain(1 << 20, 1)), rig::BLOCK);
             rig.engine().inspect().check().unwrap();
         }

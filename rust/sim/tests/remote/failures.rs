@@ -39,7 +39,7 @@ fn a_hit_ends_before_the_first_object_that_is_not_there() {
         }
         reader.run(500, &mut objects, &mut random);
         reader.check();
-        assert!(!reader.engine.has_remote_work());
+        assert!(!reader.engine.inspect().has_remote_work());
     }
 }
 
@@ -188,7 +188,7 @@ fn a_frozen_store_costs_a_second_once_and_every_slot_comes_back() {
     let (tokens, _) = reader.ask(session, "last", &hashes, &mut objects, &mut random);
     assert_eq!(reader.load((session, "last"), tokens, &hashes, MODEL), 64);
     reader.run(100, &mut objects, &mut random);
-    assert!(!reader.engine.has_remote_work());
+    assert!(!reader.engine.inspect().has_remote_work());
     // The whole arena can be used again.
     assert_eq!(
         reader.save((session, "w"), &chain(&[(20, 256)]), MODEL),

@@ -37,7 +37,7 @@ fn touch(host: &mut Host, session: SessionId, branch: u64) {
 }
 
 fn gaps(engine: &Engine) -> u64 {
-    engine.moves().gaps
+    engine.inspect().moves().gaps
 }
 
 /// A host without a disk whose arena is full. Of the prompt it has the blocks before the gap and `behind` blocks behind

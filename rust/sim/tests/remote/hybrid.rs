@@ -32,7 +32,7 @@ fn computed(
     let (mut writer, session) = host_of(config.clone(), kinds);
     save(&mut writer, session, kinds, hashes, boundaries);
     writer.run(3000, &mut objects, &mut random);
-    assert!(!writer.engine.has_remote_work(), "all is written");
+    assert!(!writer.engine.inspect().has_remote_work(), "all is written");
     writer.check();
     Objects {
         by_name: objects.by_name,
@@ -82,7 +82,7 @@ fn hit(
     }
     reader.run(500, objects, &mut random);
     reader.check();
-    assert!(!reader.engine.has_remote_work());
+    assert!(!reader.engine.inspect().has_remote_work());
     tokens / BLOCK
 }
 

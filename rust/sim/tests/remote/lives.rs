@@ -415,7 +415,9 @@ impl Life {
             // The slots of a subtree that is being removed are freed with its nodes.
             let is_active = |host: &Host| {
                 let engine = &host.engine;
-                engine.has_remote_work() || engine.wake() == Due::Now || !engine.is_quiet()
+                engine.inspect().has_remote_work()
+                    || engine.wake() == Due::Now
+                    || !engine.is_quiet()
             };
             if !self.hosts.iter().any(is_active) {
                 break;
@@ -424,7 +426,11 @@ impl Life {
         for host in &mut self.hosts {
             host.check();
             assert_eq!(host.store.in_flight(), 0);
-            assert!(!host.engine.has_remote_work(), "{:?}", host.engine.gauges());
+            assert!(
+                !host.engine.inspect().has_remote_work(),
+                "{:?}",
+                host.engine.gauges()
+            );
             let gauges = host.engine.gauges();
             assert_eq!(gauges.host_pinned_bytes, 0);
             // The whole arena can be used again: every slot is free.

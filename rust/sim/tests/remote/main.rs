@@ -43,7 +43,7 @@ pub(crate) fn computed(config: &EngineConfig, hashes: &[BlockHash]) -> Objects {
     let (mut writer, session) = host(config.clone());
     writer.save((session, "w"), hashes, MODEL);
     writer.run(3000, &mut objects, &mut random);
-    assert!(!writer.engine.has_remote_work(), "all is written");
+    assert!(!writer.engine.inspect().has_remote_work(), "all is written");
     Objects {
         by_name: objects.by_name,
         ..Objects::default()
@@ -238,7 +238,7 @@ fn an_aborted_request_stops_the_gets_that_only_it_waits_for() {
     reader.check();
     reader.run(500, &mut objects, &mut random);
     assert_eq!(objects.gets, 2);
-    assert!(!reader.engine.has_remote_work());
+    assert!(!reader.engine.inspect().has_remote_work());
     reader.check();
 }
 
@@ -451,7 +451,7 @@ fn without_a_store_nothing_is_ever_sent() {
     );
     host.run(100, &mut objects, &mut random);
     assert_eq!((objects.probed_keys, objects.gets, objects.puts), (0, 0, 0));
-    assert!(!host.engine.has_remote_work());
+    assert!(!host.engine.inspect().has_remote_work());
 }
 
 #[test]
