@@ -30,6 +30,15 @@ def tmp_path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
         shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.fixture
+def least_recent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines evict what was used longest ago, so that other prompts turn a tier over.
+
+    The learned order keeps prompts that come back, and does not admit what nobody asks for again.
+    """
+    monkeypatch.setenv("UNDERCROFT_LEAST_RECENT", "1")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield

@@ -366,12 +366,14 @@ class Session:
         num_tokens: int,
         offers: Sequence[_Offer] = ...,
         only_offers: bool = False,
+        wanted: bool = False,
     ) -> SaveGrant | None:
         """Ask for slots for the full blocks of the first ``num_tokens`` tokens that are not cached yet.
 
         None if no server can be asked. ``offers`` may belong to hash blocks that are cached already. ``only_offers``:
         the caller holds no other blocks, of full attention neither. Then a save ends before the first block that it
-        needs and nobody has (`SaveGrant.lacks`), and without the beginning of the chain it takes no slot.
+        needs and nobody has (`SaveGrant.lacks`), and without the beginning of the chain it takes no slot. ``wanted``: a
+        hint names the blocks, so that no policy refuses them for being worth little.
         """
 
     def hint(

@@ -187,7 +187,7 @@ class FakeSession:
             remote_tokens=remote,
         )
 
-    def begin_save(self, request_id, hashes, num_tokens, offers=()):
+    def begin_save(self, request_id, hashes, num_tokens, offers=(), wanted=False):
         self.calls.append(("begin_save", request_id, num_tokens))
         refused = False
         job, plan, taken = next(self.jobs), [], []

@@ -114,7 +114,7 @@ def test_slots_for_blocks_that_were_not_held_are_given_back_and_asked_for_again(
 def test_a_reset_lets_go_at_once_and_the_slots_are_given_back():
     world = World()
     asked(world)
-    world.connector._saves.abandon()
+    world.connector.saves.abandon()
     assert [world.pool.blocks[block].ref_cnt for block in world.tables["a"][0]] == [1, 1]
     world.session.is_slow = False
     assert world.step().saves == []
@@ -124,7 +124,7 @@ def test_a_reset_lets_go_at_once_and_the_slots_are_given_back():
 def test_a_save_that_is_dropped_before_its_grant_does_not_count_as_saved():
     world = World()
     asked(world)
-    world.connector._saves.invalidate(set(world.tables["a"][0]))
+    world.connector.saves.invalidate(set(world.tables["a"][0]))
     world.session.is_slow = False
     assert world.step().saves == []
     saving = world.connector.requests["a"].saving
@@ -194,6 +194,6 @@ def test_grants_are_asked_for_while_one_may_come(monkeypatch: pytest.MonkeyPatch
     assert len(polls) == 1
     monkeypatch.setattr(saves.time, "monotonic", lambda: 1e12)
     world.step()
-    assert len(world.connector._saves) == 0
+    assert len(world.connector.saves) == 0
     world.step()
     assert len(polls) == 3

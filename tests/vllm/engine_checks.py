@@ -156,5 +156,5 @@ def override_session(one: Engine, **methods: Callable[..., Any]) -> Override:
     if isinstance(session, Override):
         session.methods = dict(methods)
         return session
-    scheduler._session = scheduler.lookups._session = scheduler._saves._session = Override(session, methods)
+    scheduler._session = scheduler.lookups._session = scheduler.saves._session = Override(session, methods)
     return scheduler._session

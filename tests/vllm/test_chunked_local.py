@@ -12,7 +12,7 @@ from connector_engine import core
 from hybrid_engine import HOST, Crowd, Model, ask
 from real_engine import Engine, prompt
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.usefixtures("least_recent")]
 
 CHUNK = 512
 BLOCK = 128

@@ -12,7 +12,7 @@ from connector_engine import core, settled
 from hybrid_engine import BEST, HOST, MODELS, Crowd, Model, ask
 from real_engine import Engine, prompt
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.usefixtures("least_recent")]
 
 
 @pytest.fixture(params=MODELS)

@@ -12,7 +12,7 @@ from hybrid_engine import HOST, MODELS, Crowd, Model, ask
 from real_engine import Engine
 from undercroft.connector.scheduler.offers import Offer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.usefixtures("least_recent")]
 
 BLOCKS = 5
 

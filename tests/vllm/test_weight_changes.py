@@ -162,7 +162,7 @@ def test_a_save_under_way_at_the_update_is_nobody_elses(
     half = worker()
     collect, half._collect = half._collect, lambda: None
     one.generate(LONG, 1)
-    assert len(one.connector._scheduler._saves) == 1
+    assert len(one.connector._scheduler.saves) == 1
     one.core.collective_rpc(update)
     half._collect = collect
     settled(one, reset=False)

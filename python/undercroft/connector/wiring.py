@@ -112,6 +112,7 @@ def start_scheduler(
         hints, explanations = _requests(
             config, session, groups, counts, scheduler, vllm_config.parallel_config.world_size
         )
+        scheduler.saves.wants = hints.wants
         stats, recorder, shadow = _observers(vllm_config, config, engine, groups, registration)
         naming.digests.save()
         _say_how_it_runs(config, engine, session, groups, registration)

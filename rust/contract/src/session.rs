@@ -355,6 +355,8 @@ pub struct SaveRequest<'a> {
     /// The device holds no block that is not among the offers, of full attention neither: a save that needs another
     /// one ends before it, see [`SaveRefusal::PrefixGone`].
     pub only_offers: bool,
+    /// Somebody wants these blocks by name, as with a hint or an import: no policy refuses them for being worth little.
+    pub is_wanted: bool,
 }
 
 impl<'a> SaveRequest<'a> {
@@ -366,6 +368,7 @@ impl<'a> SaveRequest<'a> {
             tokens,
             offers: &[],
             only_offers: false,
+            is_wanted: false,
         }
     }
 
@@ -382,6 +385,12 @@ impl<'a> SaveRequest<'a> {
             only_offers,
             ..self
         }
+    }
+
+    /// Whether somebody wants the blocks by name.
+    #[must_use]
+    pub fn wanted(self, is_wanted: bool) -> Self {
+        Self { is_wanted, ..self }
     }
 }
 

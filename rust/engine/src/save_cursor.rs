@@ -78,6 +78,8 @@ pub(super) struct SaveCursor {
     pub(super) hash_blocks: u32,
     pub(super) gaps: Gaps,
     pub(super) offers: Offers,
+    /// No policy refuses the blocks.
+    pub(super) is_wanted: bool,
     /// Hash blocks of the chain that were in the index when the save began, up to a gap that stays.
     pub(super) depth: u32,
     /// The first hash block that has not been looked at.

@@ -281,3 +281,16 @@ fn a_prompt_saved_block_by_block_asks_a_disk_that_takes_no_writes_for_each_block
         (0, u64::from(blocks))
     );
 }
+
+#[test]
+fn a_block_that_is_wanted_is_admitted_whatever_it_is_worth() {
+    let (mut engine, session) = engine(PolicyKind::LeafHd, 0);
+    teach(&mut engine, session);
+    let prompt = prompt(50, 4);
+    hit(&mut engine, session, "r", &prompt);
+    let tokens = Tokens(prompt.len() as u32 * HASH_BLOCK);
+    let wanted = SaveRequest::new("r", &prompt, tokens).wanted(true);
+    let save = engine.begin_save(session, &wanted).transfer.unwrap();
+    engine.end_transfer(save.id, true);
+    assert_eq!(hit(&mut engine, session, "again", &prompt), 4);
+}

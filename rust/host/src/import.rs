@@ -299,7 +299,9 @@ impl Importer<'_> {
         let deadline = Instant::now() + PATIENCE;
         let hashes = chain.to_vec();
         loop {
-            let save = SaveRequest::new(name, &hashes, tokens).offers(&offers);
+            let save = SaveRequest::new(name, &hashes, tokens)
+                .offers(&offers)
+                .wanted(true);
             let grant = self.granted(self.session.begin_save(&save), deadline)?;
             let refused = grant.end.refused.is_some();
             if !grant.extents.is_empty() {

@@ -235,6 +235,8 @@ pub struct SaveMessage<'a> {
     pub offers: Vec<Offer>,
     /// Whether the device holds no other blocks.
     pub only_offers: bool,
+    /// Whether somebody wants the blocks by name.
+    pub is_wanted: bool,
     /// The hashes that the server lacks. The last field: a client appends them to the encoded frame.
     #[serde(borrow)]
     pub hashes: HashRun<'a>,

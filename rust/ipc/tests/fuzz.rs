@@ -118,6 +118,7 @@ fn samples() -> Vec<(String, Vec<u8>)> {
                 end_block: 3,
             }],
             only_offers: true,
+            is_wanted: false,
             hashes,
         }),
         ClientMessage::EndTransfer {

@@ -130,7 +130,8 @@ impl PySession {
 
     /// Ask for slots for the blocks of the first `num_tokens` tokens that are not cached yet; None if no server can
     /// be asked.
-    #[pyo3(signature = (request_id, hashes, num_tokens, offers = Vec::new(), only_offers = false))]
+    #[pyo3(signature = (request_id, hashes, num_tokens, offers = Vec::new(), only_offers = false,
+        wanted = false))]
     fn begin_save(
         &self,
         py: Python<'_>,
@@ -139,11 +140,15 @@ impl PySession {
         num_tokens: u32,
         offers: Vec<PyOffer>,
         only_offers: bool,
+        wanted: bool,
     ) -> PyResult<Option<PySaveGrant>> {
         let offers: Vec<Offer> = offers.into_iter().map(Offer::from).collect();
         let hashes = &Hashes(hashes);
         let request = SaveRequest::new(request_id, hashes, Tokens(num_tokens));
-        let request = request.offers(&offers).only_offers(only_offers);
+        let request = request
+            .offers(&offers)
+            .only_offers(only_offers)
+            .wanted(wanted);
         PySaveGrant::of(py, &self.session.begin_save(&request))
     }
 

@@ -133,6 +133,8 @@ class Saves:
         self._is_stuck = False
         """Whether a save was late, and no save has ended since."""
         self._step = 0
+        self.wants: Callable[[str], bool] = lambda _: False
+        """Whether a hint names the blocks of a request, by the request's id."""
 
     def __len__(self) -> int:
         """The number of saves that need steps of vLLM: they are copied, or wait for their slots."""
@@ -162,7 +164,8 @@ class Saves:
         offers = window_offers(self._groups, tables, boundaries)
         states_here = state_blocks(self._groups, states)
         hashes = self._groups.hashes(block_hashes)
-        return self._begin(request_id, hashes, num_tokens, tables, offers, states_here, saved_tokens)
+        wanted = self.wants(request_id)
+        return self._begin(request_id, hashes, num_tokens, tables, offers, states_here, saved_tokens, wanted=wanted)
 
     def begin_tails(
         self,
@@ -187,7 +190,8 @@ class Saves:
                 if of_engine.kind == "state" and of_engine.group in of_end
             }
             block_hash = block_hashes[end // groups.hash_block_size - 1]
-            results += self._begin(name, [block_hash], groups.engine_block_size, here, [], states_here, 0)
+            wanted, size = self.wants(request_id), groups.engine_block_size
+            results += self._begin(name, [block_hash], size, here, [], states_here, 0, wanted=wanted)
             self._session.finish_request(name)
         return results
 
@@ -200,12 +204,14 @@ class Saves:
         offers: list[Offer],
         states: Mapping[tuple[int, int], int],
         saved_tokens: int,
+        *,
+        wanted: bool,
     ) -> list[SaveResult]:
         if self._is_stuck and len(self):
             # Otherwise each further save would hold device blocks until it is late. One save at a time is an attempt.
             return [SaveResult(request_id, num_tokens, True, None)]
         offers = offers + [Offer(index, block, block + 1) for index, block in states]
-        grant = self._session.begin_save(request_id, hashes, num_tokens, offers)
+        grant = self._session.begin_save(request_id, hashes, num_tokens, offers, wanted=wanted)
         if grant is None:
             return [SaveResult(request_id, num_tokens, True, None)]
         deadline = time.monotonic() + self._grant_timeout_s

@@ -73,8 +73,8 @@ class SchedulerConnector:
         self.requests = Requests(config, self.lookups.tails, self.steps, report)
         self._loading = RunningLoads(session, self.requests, counts, self.lookups.prompt_tokens, report)
         self._waiting_loads = WaitingLoads(self.requests)
-        self._saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
-        self.due_saves = DueSaves(self._saves, self.requests, groups, config, shareable, report)
+        self.saves = Saves(session, groups, world_size, report, config.server_timeout_ms / 1e3)
+        self.due_saves = DueSaves(self.saves, self.requests, groups, config, shareable, report)
         self._next = NextMetadata(arena)
         self.completes_local_hits = False
         """Whether vLLM may offer a local hit without states: a load then brings the state at its own boundary."""
@@ -82,13 +82,13 @@ class SchedulerConnector:
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """vLLM calls this once, when it has built its block pool."""
-        self._saves.bind(pool)
+        self.saves.bind(pool)
         # The last one acts first: when saves and loads have released their blocks, only requests hold blocks.
         vllm_patches.before_prefix_cache_reset(pool, self._waiting_loads.make_way_for_reset)
         if self._waiting_loads.may_requeue:
             lent = self._waiting_loads.blocks_of
             vllm_patches.lend_to_prefix_cache_reset(pool, lambda: lent(self._loading), self._loading.give_up)
-        vllm_patches.before_prefix_cache_reset(pool, self._saves.abandon)
+        vllm_patches.before_prefix_cache_reset(pool, self.saves.abandon)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """vLLM calls this once, when it has built its own prefix cache."""
@@ -216,7 +216,7 @@ class SchedulerConnector:
         """The workers' reports of a step."""
         if output.invalid_block_ids:
             # Another connector's load into these blocks failed, and undercroft had counted them as computed.
-            self._saves.invalidate(output.invalid_block_ids)
+            self.saves.invalidate(output.invalid_block_ids)
             self.requests.save_again()
         # Each result is reported here only once, so an error at one result must not lose the others.
         failed = output.failed_recving or ()
@@ -226,7 +226,7 @@ class SchedulerConnector:
                 self._loading.ended(request_id, ok=request_id not in failed)
         answer = output.kv_connector_worker_meta
         if answer is not None and isinstance(answer, UndercroftWorkerMetadata):
-            for save in self._saves.acknowledge(answer):
+            for save in self.saves.acknowledge(answer):
                 end_transfer(self._session, self._report, save.transfer_id, save.ok, save.given_up)
 
     def request_finished(self, request: Request, tables: tuple[list[int], ...]) -> None:
@@ -255,7 +255,7 @@ class SchedulerConnector:
 
     def has_pending_push_work(self) -> bool:
         """Whether a transfer is pending, so that the engine must go on stepping to learn of its end."""
-        return bool(self._saves or self._loading)
+        return bool(self.saves or self._loading)
 
     def loading(self, request_ids: Iterable[str]) -> set[str]:
         """The requests among ``request_ids`` that have a pending load."""
@@ -263,11 +263,11 @@ class SchedulerConnector:
 
     def idle(self) -> bool:
         """Whether no request and no transfer is known, so that the engine may stop stepping."""
-        return not (self.requests or self._saves or self._loading)
+        return not (self.requests or self.saves or self._loading)
 
     def has_pending_block_frees(self) -> bool:
         """Whether the end of a save will free device blocks, so that vLLM can wait instead of preempting a request."""
-        return self._saves.blocks_to_free()
+        return self.saves.blocks_to_free()
 
     def reset_cache(self) -> bool:
         """Drop everything of this namespace (`drop_namespace`). Blocks that the device holds now are not saved."""
@@ -281,7 +281,7 @@ class SchedulerConnector:
 
         Saves under way are dropped: it is not certain which weights have computed their blocks.
         """
-        self._saves.give_up("weights")
+        self.saves.give_up("weights")
         self.requests.save_again()
         self._session.change_weights(description)
         self.origin.is_private = description is None
@@ -291,7 +291,7 @@ class SchedulerConnector:
         self.requests.epoch += 1
         try:
             self._loading.give_up()
-            self._saves.abandon()
+            self.saves.abandon()
         except Exception as error:
             self._report("reset_cache", error)
 

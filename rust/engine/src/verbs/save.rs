@@ -127,6 +127,7 @@ impl Engine {
             hash_blocks: reach,
             gaps: Gaps::above(anchor),
             offers,
+            is_wanted: save.is_wanted,
             end: SaveEnd {
                 tokens: Tokens(0),
                 refused: (!lacks.is_empty()).then_some(SaveRefusal::PrefixGone),
@@ -535,7 +536,7 @@ impl Engine {
         // decides.
         let is_lowest = self.residency.disks().is_empty();
         // A gap is not weighed: the blocks behind it are worth nothing without it.
-        let weighs = is_lowest && plan.cursor.gaps.found.is_empty();
+        let weighs = is_lowest && !plan.cursor.is_wanted && plan.cursor.gaps.found.is_empty();
         let residency = &mut self.residency;
         let bytes = residency.slot_bytes(node, group);
         if weighs && residency.refuses_new(node, group, Region::Host, hit_class) {

@@ -109,6 +109,7 @@ impl ClientState {
                 // The pieces beyond the limit are not saved.
                 offers: save.offers[..save.offers.len().min(OFFERS_MAX)].to_vec(),
                 only_offers: save.only_offers,
+                is_wanted: save.is_wanted,
                 hashes,
             })
         };

@@ -72,6 +72,7 @@ pub(super) struct SaveAsked {
     pub(super) tokens: Tokens,
     pub(super) offers: Vec<Offer>,
     pub(super) only_offers: bool,
+    pub(super) is_wanted: bool,
 }
 
 #[derive(Debug)]

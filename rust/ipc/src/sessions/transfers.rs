@@ -96,6 +96,7 @@ impl ServedSession {
         let id = state.and_then(|state| {
             let save = SaveRequest::new(&state.name, &state.hashes, asked.tokens);
             let save = save.offers(&asked.offers).only_offers(asked.only_offers);
+            let save = save.wanted(asked.is_wanted);
             driver.enter(|engine| engine.start_save(self.id, &save))
         });
         let Some(id) = id.flatten() else {
@@ -184,6 +185,7 @@ fn asked_save(message: SaveMessage<'_>) -> (u64, SaveAsked) {
         tokens: message.tokens,
         offers: message.offers,
         only_offers: message.only_offers,
+        is_wanted: message.is_wanted,
     };
     (message.request, asked)
 }

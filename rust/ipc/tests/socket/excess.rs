@@ -89,6 +89,7 @@ fn others_are_answered_while_a_long_save_is_carried_out() {
             tokens: Tokens(count * TOKENS),
             offers: Vec::new(),
             only_offers: false,
+            is_wanted: false,
             hashes: known,
         }));
         assert!(other.is_served());
@@ -194,6 +195,7 @@ fn hashes_beyond_a_clients_share_are_not_kept_and_its_lookups_are_misses() {
         tokens: Tokens(TOKENS),
         offers: Vec::new(),
         only_offers: false,
+        is_wanted: false,
         hashes: run_of(500_000, b"x"),
     }));
     let granted = greedy.hear();
@@ -264,6 +266,7 @@ fn a_new_request_beyond_a_clients_share_is_a_miss_until_it_ends() {
         tokens: Tokens(TOKENS),
         offers: Vec::new(),
         only_offers: false,
+        is_wanted: false,
         hashes: run_of(known + 1, b"y"),
     }));
     let granted = greedy.hear();
@@ -523,6 +526,7 @@ fn a_first_message_that_is_too_long_and_too_many_offers_are_not_decoded() {
             tokens: Tokens(TOKENS),
             offers: vec![offer; count],
             only_offers: false,
+            is_wanted: false,
             hashes: run(&joined(&hashes(1, 1))),
         }));
         assert_eq!(raw.hear().is_some(), is_taken, "{count} offers");

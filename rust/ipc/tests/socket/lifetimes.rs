@@ -377,6 +377,7 @@ fn a_number_in_use_ends_the_connection_and_leaks_nothing() {
         tokens: Tokens(2 * TOKENS),
         offers: Vec::new(),
         only_offers: false,
+        is_wanted: false,
         hashes: run(&bytes),
     }));
     assert_eq!(raw.hear(), None);

@@ -219,6 +219,7 @@ impl Numbers {
                 tokens: one,
                 offers: (0..self.below(3)).map(|_| self.offer()).collect(),
                 only_offers: self.below(2) == 0,
+                is_wanted: false,
                 hashes: self.hashes(request, bytes),
             }),
             5 if self.below(8) == 0 => ClientMessage::BeginLoad {

@@ -131,6 +131,7 @@ impl Raw {
             tokens: tokens_of(hashes),
             offers: Vec::new(),
             only_offers: false,
+            is_wanted: false,
             hashes: run(&bytes),
         }));
         match self.hear() {
@@ -153,6 +154,7 @@ impl Raw {
             tokens: tokens_of(hashes),
             offers: Vec::new(),
             only_offers: false,
+            is_wanted: false,
             hashes: run(&bytes),
         }));
         match self.hear() {
