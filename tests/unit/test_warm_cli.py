@@ -36,6 +36,7 @@ def test_each_prompt_is_computed_to_one_token(tmp_path: Path, capsys: pytest.Cap
         assert main(["warm", "--url", url + "/", "--parallel", "1", write(tmp_path, "text", [1, 2, 3], chat)]) == 0
     assert [path for path, _ in vllm.asked] == ["/v1/completions"] * 2 + ["/v1/chat/completions"]
     assert [body.get("prompt") for _, body in vllm.asked] == ["text", [1, 2, 3], None]
+    assert [body["kv_transfer_params"] for _, body in vllm.asked] == [{"kv_hints": {"prefetch": True}}] * 3
     assert [(body["model"], body["max_tokens"], body["stream"]) for _, body in vllm.asked] == [("first", 1, False)] * 3
     assert not {"max_completion_tokens", "n"} & set(vllm.asked[2][1])
     said = capsys.readouterr()

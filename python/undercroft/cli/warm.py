@@ -10,9 +10,14 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
 
+from undercroft import hints
 from undercroft.cli import output, prompts, vllm_http
 from undercroft.cli.arguments import whole
 from undercroft.cli.output import CommandError, say
+
+_PARAMS = "kv_transfer_params"
+_WANTED = {_PARAMS: {hints.NAME: {"prefetch": True}}}
+"""A hint that names the prompt's blocks, so that they are saved whatever they seem to be worth."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser) -> None:
@@ -92,9 +97,10 @@ def _complete_all(
 
 
 def _complete(vllm: vllm_http.Vllm, model: str, number: int, line: Any) -> dict[str, Any] | CommandError:
+    fields = {} if isinstance(line, dict) and _PARAMS in line else _WANTED
     try:
         # A prompt may wait for a long time behind others.
-        usage = vllm.complete(model, line, {}, timeout_s=None).get("usage") or {}
+        usage = vllm.complete(model, line, fields, timeout_s=None).get("usage") or {}
     except vllm_http.RefusedError as error:
         return {"line": number, "error": str(error)}
     except CommandError as error:
