@@ -147,7 +147,7 @@ def test_a_server_that_does_not_answer_keeps_no_blocks(monkeypatch: pytest.Monke
 def test_without_a_server_nothing_is_held_and_it_is_tried_again(monkeypatch: pytest.MonkeyPatch):
     world = World()
     begin = world.session.begin_save
-    monkeypatch.setattr(world.session, "begin_save", lambda *args: None)
+    monkeypatch.setattr(world.session, "begin_save", lambda *args, **more: None)
     request = Request("a", tokens(2 * BLOCK))
     world.connector.on_new_request(request)
     world.connector.get_num_new_matched_tokens(request, 0)

@@ -132,6 +132,7 @@ impl PySession {
     /// be asked.
     #[pyo3(signature = (request_id, hashes, num_tokens, offers = Vec::new(), only_offers = false,
         wanted = false))]
+    #[expect(clippy::too_many_arguments, reason = "Python's keyword arguments")]
     fn begin_save(
         &self,
         py: Python<'_>,
