@@ -112,7 +112,6 @@ def start_scheduler(
         hints, explanations = _requests(
             config, session, groups, counts, scheduler, vllm_config.parallel_config.world_size
         )
-        scheduler.saves.wants = hints.wants
         stats, recorder, shadow = _observers(vllm_config, config, engine, groups, registration)
         naming.digests.save()
         _say_how_it_runs(config, engine, session, groups, registration)
@@ -148,6 +147,7 @@ def _requests(
         may_tell="explain" in config.client_fields,
         world_size=world_size,
     )
+    scheduler.saves.wants = hints.wants
     return hints, explanations
 
 

@@ -2,7 +2,7 @@
 
 use undercroft_contract::key::{BlockHash, HashSource};
 use undercroft_contract::namespace::{GroupKind, NamespaceSpec};
-use undercroft_contract::session::{Extent, Offer, SaveEnd, SaveRefusal, TransferId};
+use undercroft_contract::session::{Extent, Offer, SaveEnd, SaveRefusal, SaveRequest, TransferId};
 
 use crate::forest::{NodeId, NsId};
 
@@ -78,8 +78,6 @@ pub(super) struct SaveCursor {
     pub(super) hash_blocks: u32,
     pub(super) gaps: Gaps,
     pub(super) offers: Offers,
-    /// No policy refuses the blocks.
-    pub(super) is_wanted: bool,
     /// Hash blocks of the chain that were in the index when the save began, up to a gap that stays.
     pub(super) depth: u32,
     /// The first hash block that has not been looked at.
@@ -155,6 +153,8 @@ pub(super) struct Offers {
     ranges: Vec<Offer>,
     /// See [`SaveRequest::only_offers`](undercroft_contract::session::SaveRequest::only_offers).
     only: bool,
+    /// See [`SaveRequest::is_wanted`](undercroft_contract::session::SaveRequest::is_wanted).
+    pub(super) are_wanted: bool,
 }
 
 /// Blocks in any order, which may overlap, as ranges that neither overlap nor touch, in order.
@@ -173,10 +173,11 @@ pub(super) fn merged(blocks: &[Offer]) -> Vec<Offer> {
 }
 
 impl Offers {
-    pub(super) fn new(offers: &[Offer], only: bool) -> Self {
+    pub(super) fn of(save: &SaveRequest<'_>) -> Self {
         Self {
-            ranges: merged(offers),
-            only,
+            ranges: merged(save.offers),
+            only: save.only_offers,
+            are_wanted: save.is_wanted,
         }
     }
 
@@ -260,6 +261,7 @@ impl HashSource for Limited<'_> {
 #[cfg(test)]
 mod tests {
     use undercroft_contract::namespace::GroupSpec;
+    use undercroft_contract::session::Tokens;
 
     use super::*;
 
@@ -269,6 +271,12 @@ mod tests {
             first_block,
             end_block,
         }
+    }
+
+    fn offers_of(offers: &[Offer], only: bool) -> Offers {
+        let hashes = Vec::<BlockHash>::new();
+        let save = SaveRequest::new("save", &hashes, Tokens(0));
+        Offers::of(&save.offers(offers).only_offers(only))
     }
 
     #[test]
@@ -282,7 +290,7 @@ mod tests {
             offer(0, 4, 5),
             offer(0, 1, 2),
         ];
-        let merged = Offers::new(&all, false);
+        let merged = offers_of(&all, false);
         assert_eq!(
             merged.ranges,
             [offer(0, 0, 5), offer(0, 7, 9), offer(1, 4, 6)]
@@ -318,8 +326,7 @@ mod tests {
                 group(GroupKind::SlidingWindow { tokens: 32 }, 1),
             ],
         };
-        let lacking =
-            |offers: &[Offer], depth| Offers::new(offers, true).lacking(&spec, (depth, 9));
+        let lacking = |offers: &[Offer], depth| offers_of(offers, true).lacking(&spec, (depth, 9));
         let all = [offer(0, 0, 9), offer(1, 0, 9)];
         assert_eq!(lacking(&all, 0), (vec![], 9));
         // The block of 32 tokens that begins before the depth ends behind it.

@@ -116,7 +116,7 @@ impl Engine {
             // The policies have weighed the blocks before, which are not saved.
             next = next.max(blocks.offered + 1);
         }
-        let offers = Offers::new(save.offers, save.only_offers);
+        let offers = Offers::of(save);
         let (mut lacks, mut reach) = (Vec::new(), hash_blocks);
         if save.only_offers {
             (lacks, reach) = offers.lacking(self.residency.spec(ns), (depth, hash_blocks));
@@ -127,7 +127,6 @@ impl Engine {
             hash_blocks: reach,
             gaps: Gaps::above(anchor),
             offers,
-            is_wanted: save.is_wanted,
             end: SaveEnd {
                 tokens: Tokens(0),
                 refused: (!lacks.is_empty()).then_some(SaveRefusal::PrefixGone),
@@ -536,7 +535,8 @@ impl Engine {
         // decides.
         let is_lowest = self.residency.disks().is_empty();
         // A gap is not weighed: the blocks behind it are worth nothing without it.
-        let weighs = is_lowest && !plan.cursor.is_wanted && plan.cursor.gaps.found.is_empty();
+        let weighs =
+            is_lowest && !plan.cursor.offers.are_wanted && plan.cursor.gaps.found.is_empty();
         let residency = &mut self.residency;
         let bytes = residency.slot_bytes(node, group);
         if weighs && residency.refuses_new(node, group, Region::Host, hit_class) {
