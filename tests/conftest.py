@@ -32,7 +32,7 @@ def tmp_path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 @pytest.fixture
 def least_recent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines evict what was used longest ago, so that other prompts turn a tier over.
+    """Engines evict the blocks used longest ago, so that other prompts turn a tier over.
 
     The learned order keeps prompts that come back, and does not admit what nobody asks for again.
     """

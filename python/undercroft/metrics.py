@@ -201,7 +201,7 @@ METRICS: tuple[Metric, ...] = (
         },
     ),
     Metric("return_reads", "counter",
-           "Conversations that were read from disk before their expected return, by what came of it.",
+           "Conversations that were read from disk before their expected return, by whether it came.",
            ("result",), {f"return_reads_{result}": (result,) for result in ("used", "wasted")}),
     Metric("request_fields_not_used", "counter",
            "Fields of requests that were not used as given, by the reason: above the configuration's value, not in "

@@ -51,8 +51,8 @@ pub struct EngineConfig {
     pub namespaces_max: usize,
     /// Entries of a directory's namespace table that are used; at most [`NAMESPACES_MAX`].
     pub namespace_entries_max: usize,
-    /// Read the blocks of conversations before they are expected to come back, after pauses of this time or more: what was
-    /// used so recently is still in the arena, or there is no room for it. 0: none.
+    /// Read the blocks of conversations before they are expected to come back, after pauses of this time or more: blocks
+    /// used more recently are still in the arena, or there is no room for them. 0: none.
     pub return_pause_ns: u64,
     /// Events that are kept for each session that asks for them.
     pub event_ring: usize,

@@ -9,7 +9,7 @@ use crate::work;
 /// Blocks that are remembered in the same place: as many as a cache line holds.
 const PLACES: usize = 8;
 
-/// What can be remembered of a block.
+/// Reasons that are remembered.
 const REASONS: [Reason; 4] = [
     Reason::EvictedHost,
     Reason::EvictedDisk,

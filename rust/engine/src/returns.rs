@@ -1,9 +1,9 @@
-//! When conversations come back: what is learned of their pauses, and which of them are to be in the arena soon.
+//! When conversations come back: their pauses, and which of them are to be in the arena soon.
 //!
 //! A conversation is known by the last node of its chain. It ends with a save, and comes back when a request's chain ends
 //! at that node. Its next pause is predicted from its own last pauses if these agree and the last one was as predicted. If it
-//! has had fewer than two, the pauses of its kind decide, if nearly all of these are alike. Where pauses are random, nothing is predicted: what
-//! was used last is kept, which the order of eviction does already.
+//! has had fewer than two, the pauses of its kind decide, if nearly all of these are alike. Where pauses are random, nothing is
+//! predicted: the order of eviction keeps the blocks used last.
 //!
 //! Everything is bounded: a table of a fixed size, in which the oldest of eight gives way; a fixed number of kinds. Nodes
 //! may be gone: an entry has its node's epoch. All that was learned is lost with the process.
@@ -41,7 +41,7 @@ pub(super) type NodeAt = (NodeId, u32);
 /// Where an entry is in the table.
 type Place = u32;
 
-/// What conversations have in common whose pauses are counted together: the instance of their namespace, the octave of
+/// Conversations of one kind, whose pauses are counted together, have in common: the instance of their namespace, the octave of
 /// their depth, and how often they have come back, up to 3.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Kind {
@@ -127,7 +127,7 @@ struct Expectation {
     basis: Basis,
 }
 
-/// By what a return is predicted. Each basis has a credit of its own: pauses that differ much, or that are random and alike by
+/// The basis of a prediction. Each basis has a credit of its own: pauses that differ much, or that are random and alike by
 /// chance, do not keep others from being read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Basis {
@@ -167,7 +167,7 @@ struct Conversation {
 }
 
 impl Conversation {
-    /// What its last pauses predict, if they agree: on what basis, after which pause at the least, and the range.
+    /// The prediction from its last pauses, if they agree: its basis, after which pause at the least, and the range.
     fn own(&self) -> Option<(Basis, u64, RangeInclusive<u64>)> {
         let [last, before] = self.pauses.map(u64::from);
         let (least, most) = (last.min(before), last.max(before));
@@ -199,7 +199,7 @@ pub(super) struct ReturnRead {
     pub(super) request: Option<RequestId>,
 }
 
-/// The conversations that have ended, and what is known of their pauses.
+/// The conversations that have ended, and their pauses.
 ///
 /// Invariants: an entry with a window has one time in `times`; `expected` has those whose time has come, whose basis has credit,
 /// and that are still to be read; `awaited_bytes` is the sum over the entries.
@@ -376,7 +376,7 @@ impl Returns {
         })
     }
 
-    /// Changes when a conversation is expected. What was read for it does not count any more.
+    /// Changes when a conversation is expected. Bytes read for it do not count any more.
     fn expect(&mut self, place: Place, window: Option<Expectation>) {
         let of = &mut self.table[place as usize];
         self.awaited_bytes -= std::mem::take(&mut of.read_bytes);

@@ -68,7 +68,7 @@ struct Block {
 }
 
 /// Learned hit density with admission. A hit touches its last block and some of those above, which stand for the others
-/// in what is learned; a victim is the oldest leaf, or that of a class that is clearly worse.
+/// in the learned densities; a victim is the oldest leaf, or that of a class that is clearly worse.
 pub(crate) fn leafhd<'a>(requests: impl Iterator<Item = &'a [u64]>, capacity: usize) -> Outcome {
     let mut resident: HashMap<u64, Block> = HashMap::new();
     let mut leaves: Vec<u64> = Vec::new();

@@ -20,7 +20,7 @@ const GHOSTS_MIN: usize = 1000;
 /// ages that the buckets distinguish.
 const GHOSTS_MAX: usize = 4 << 20;
 
-/// The part of a leaf's density below which another density is clearly lower. What was learned decides only then, and the
+/// The part of a leaf's density below which another density is clearly lower. Densities decide only then, and the
 /// order of last use otherwise: an estimate is never exact, so that on a workload made for that order each small difference
 /// would be a mistake.
 pub(super) const CLEARLY: f64 = 0.8;

@@ -424,8 +424,8 @@ impl Engine {
         Some(reading)
     }
 
-    /// Whether nothing is lost by a read of a piece: the disks read nothing else, and the arena has room, or evicts what
-    /// is on disk and does not come back sooner.
+    /// Whether nothing is lost by a read of a piece: the disks read nothing else, and the arena has room, or evicts blocks
+    /// that are on disk and do not come back sooner.
     fn may_read_piece(&mut self, end: NodeAt, reading: &ReturnRead) -> bool {
         let rates = &self.planner.rates;
         let is_idle = |device| rates.in_flight(device) == 0;

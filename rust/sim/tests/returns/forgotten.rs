@@ -1,4 +1,4 @@
-//! What is not read: conversations that are gone, those of another namespace, and those for which something would be lost.
+//! Not read are conversations that are gone, those of another namespace, and those for which something would be lost.
 
 use undercroft_contract::key::BlockHash;
 use undercroft_contract::session::LookupRequest;

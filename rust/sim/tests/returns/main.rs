@@ -202,7 +202,7 @@ impl Life {
     }
 }
 
-/// What became of the turns after the first ones, from which the engine learns.
+/// The turns after the first ones, from which the engine learns.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sums {
     turns: u64,
@@ -228,7 +228,7 @@ impl Sums {
 const LEARNED: u64 = 5;
 
 /// Conversations with pauses in turn, of which the arena holds a third, and requests for long prompts between them that
-/// the disk alone has. `pause_ns`: of a conversation's turn. Returns what became of both.
+/// the disk alone has. `pause_ns`: of a conversation's turn. Returns the sums of both.
 fn live(
     life: &mut Life,
     (conversations, turns, others): (u64, u64, u64),
