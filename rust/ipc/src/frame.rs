@@ -228,7 +228,7 @@ mod tests {
         let bytes = attach_request(SessionToken(1));
         assert_eq!(
             bytes[..16],
-            *b"UCFT\x10\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
+            *b"UCFT\x11\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
         );
     }
 
