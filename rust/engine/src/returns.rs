@@ -197,6 +197,10 @@ pub(super) struct ReturnRead {
     pub(super) from: u32,
     /// The piece under way.
     pub(super) request: Option<RequestId>,
+    /// When the blocks that would make way are looked at again.
+    pub(super) look_ns: u64,
+    /// Whether a conversation that needs no read counts as just used.
+    pub(super) renews: bool,
 }
 
 /// The conversations that have ended, and their pauses.
@@ -268,7 +272,12 @@ impl Returns {
         let pause = (now_ns - before.since_ns) / self.unit_ns;
         let pause = pause.clamp(1, u64::from(u32::MAX)) as u32;
         let is_predicted = |of: &Expectation| now_ns >= of.from_ns || before.read_bytes > 0;
-        if let Some(window) = before.window.filter(is_predicted) {
+        // A read that waits for room or for idle disks says nothing of the prediction.
+        let is_unread = |of: &Expectation| {
+            before.read_bytes > 0 && self.expected.contains(&(of.expected_ns, place))
+        };
+        let judged = before.window.filter(is_predicted);
+        if let Some(window) = judged.filter(|of| !is_unread(of)) {
             let is_right = now_ns <= window.to_ns && (before.read_bytes == 0 || in_host());
             self.judge(window.basis, is_right, before.read_bytes, counters);
         }

@@ -101,7 +101,9 @@ class RequestHints:
     def wants(self, request_id: str) -> bool:
         """Whether a hint names a request's blocks, so that they are saved however little they seem to be worth."""
         hints = self._hints.get(request_id) if self._is_allowed else None
-        return hints is not None and any(hint.verb in ("pin", "prefetch") for hint in hints.hints)
+        return hints is not None and any(
+            hint.verb in ("pin", "prefetch") and hint.hashes is None for hint in hints.hints
+        )
 
     def holds_back(self, request: Request) -> bool:
         """Whether a request has hints alone: the scheduler gets the answer "later" until it ends the request."""

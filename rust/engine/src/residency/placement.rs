@@ -246,7 +246,9 @@ impl Residency {
         let kept = self.kept(Region::Host);
         let victim = self.victim(Region::Host, class, kept)?.node;
         let policies = self.policies(Region::Host);
-        let soon = policies.victims(class, count as usize, kept);
+        let mut soon = policies.victims(class, count as usize, kept);
+        soon.sort_unstable_by_key(|leaf| (leaf.last, leaf.node));
+        soon.truncate(count as usize);
         let of_soon = soon.iter().map(|leaf| leaf.node);
         let mut may_go = of_soon.chain([victim]);
         may_go.all(|node| self.is_copied(node)).then_some(victim)

@@ -31,6 +31,8 @@ pub(super) const RETURN_NEAR_NS: u64 = 1_250_000_000;
 /// A piece of a conversation that is read at once: demanded reads may have to wait for it.
 const PIECE_BYTES: u64 = 8 << 20;
 const PIECE_BLOCKS: u32 = 64;
+/// Pause between two looks at the blocks that would make way for a piece.
+const LOOK_NS: u64 = 100_000_000;
 
 /// The hash blocks of a prompt that a hint is about.
 #[derive(Clone, Copy, Debug)]
@@ -336,6 +338,7 @@ impl Engine {
     fn begin_return(&self) -> Option<ReturnRead> {
         let (end, session) = self.returns.next()?;
         let (mut at, mut piece, mut ends) = (Some(end), 1, Vec::new());
+        let mut renews = true;
         if self.is_there(end) {
             let node = self.residency.node(end.0);
             let bytes = self.residency.chain_bytes(node.ns, 0, PIECE_BLOCKS);
@@ -346,6 +349,7 @@ impl Engine {
                 let is_short = node.depth <= PIECE_BLOCKS;
                 let is_read = is_short && !self.residency.is_hit_in_host(end.0, 0);
                 (at, ends) = (None, Vec::from_iter(is_read.then_some(end)));
+                renews = is_short;
             }
         }
         Some(ReturnRead {
@@ -356,6 +360,8 @@ impl Engine {
             ends,
             from: 0,
             request: None,
+            look_ns: 0,
+            renews,
         })
     }
 
@@ -383,6 +389,10 @@ impl Engine {
             (bytes > 0).then_some(())?;
         }
         let is_wanted = self.returns.is_expected(reading.end) && !self.draining;
+        if is_wanted && reading.at.is_none() && self.residency.awaits_removals() {
+            // Perhaps of other conversations.
+            return Some(reading);
+        }
         if !is_wanted || !self.is_there(reading.end) {
             return None;
         }
@@ -407,15 +417,17 @@ impl Engine {
             return Some(reading);
         }
         let Some(&end) = reading.ends.last() else {
-            // All is in the arena and is to stay there, or nothing of it may be read.
-            self.residency.renew(reading.end.0);
-            self.returns.stays(reading.end, self.now_ns);
+            if reading.renews {
+                // All is in the arena, and is to stay there.
+                self.residency.renew(reading.end.0);
+                self.returns.stays(reading.end, self.now_ns);
+            }
             return None;
         };
         if !self.is_there(end) {
             return None;
         }
-        if !self.may_read_piece(end, &reading) {
+        if !self.may_read_piece(end, &mut reading) {
             return Some(reading);
         }
         reading.ends.pop();
@@ -426,10 +438,13 @@ impl Engine {
 
     /// Whether nothing is lost by a read of a piece: the disks read nothing else, and the arena has room, or evicts blocks
     /// that are on disk and do not come back sooner.
-    fn may_read_piece(&mut self, end: NodeAt, reading: &ReturnRead) -> bool {
+    fn may_read_piece(&mut self, end: NodeAt, reading: &mut ReturnRead) -> bool {
         let rates = &self.planner.rates;
         let is_idle = |device| rates.in_flight(device) == 0;
-        if self.promotions.has_reads() || !self.residency.devices().all(is_idle) {
+        if self.now_ns < reading.look_ns
+            || self.promotions.has_reads()
+            || !self.residency.devices().all(is_idle)
+        {
             return false;
         }
         let node = self.residency.node(end.0);
@@ -444,13 +459,17 @@ impl Engine {
         let victim = self
             .residency
             .gives_way_to(end.0, group.unwrap_or(0), reading.piece);
-        victim.is_some_and(|victim| {
+        let may_read = victim.is_some_and(|victim| {
             let epoch = |node| self.residency.node(node).epoch;
             let of_victim = (victim != NONE).then(|| (victim, epoch(victim)));
             let sooner = of_victim.and_then(|of| self.returns.expected_ns(of));
             let own = self.returns.expected_ns(reading.end);
             sooner.is_none_or(|sooner| own < Some(sooner))
-        })
+        });
+        if !may_read {
+            reading.look_ns = self.now_ns + LOOK_NS;
+        }
+        may_read
     }
 
     /// Starts to read the payloads down to `end`. `None` if nothing is read.

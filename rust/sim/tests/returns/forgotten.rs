@@ -163,3 +163,24 @@ fn the_last_copies_of_blocks_do_not_make_way() {
     }
     life.check();
 }
+
+#[test]
+fn a_prediction_whose_read_had_no_room_is_not_wrong() {
+    let config = EngineConfig {
+        policy: PolicyKind::Lru,
+        promotion_bytes: 40 * u64::from(PAYLOAD),
+        ..EngineConfig::new(HOST * u64::from(PAYLOAD))
+    };
+    let (mut life, session, known) = regular_in(Life::with(config, 4096));
+    let before = reads(&life);
+    life.until(life.now_ns + PAUSE - 3 * SECOND / 2);
+    let read = reads(&life) - before;
+    assert!(0 < read && read < known, "{read} of {known}");
+    life.request(session, 0, known);
+    let counters = life.engine.counters();
+    assert_eq!(
+        (counters.return_reads_used, counters.return_reads_wasted),
+        (0, 0)
+    );
+    life.check();
+}
