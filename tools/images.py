@@ -1,7 +1,7 @@
 """Builds the images of deploy/ from the wheel in dist/ and runs `undercroft serve` in its image, without a registry of
 images and without a daemon: `python tools/images.py`, a part of `make release-check`. Exit code 1 with the problems.
 
-Base images cannot be fetched everywhere, so a plain Debian with Python takes their place. What only they bring is not
+Base images cannot be fetched everywhere, so a plain Debian with Python takes their place. Their own contents are not
 checked: vLLM itself, and how the image of vLLM starts. The images are thrown away afterwards.
 """
 

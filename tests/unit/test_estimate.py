@@ -78,7 +78,7 @@ def test_more_memory_and_a_disk_find_more(capsys: pytest.CaptureFixture[str], tm
     # 24 MiB without and with the disk, then 96 MiB.
     assert rates[0] < rates[2] < rates[1] == pytest.approx(rates[3], abs=0.5)
     curve = [point["hit_percent"] for point in found["host_only"]]
-    # What is learned in a small cache differs by chance.
+    # The learned order of a small cache differs by chance.
     assert all(more > less - 0.3 for less, more in itertools.pairwise(curve))
     assert curve[-1] == pytest.approx(rates[1], abs=0.5), "all of it fits"
     assert found["unlimited"]["hit_percent"] == curve[-1]

@@ -137,6 +137,26 @@ def test_a_hint_may_name_other_blocks() -> None:
     assert session.given == [("pin", 2 * BLOCK, 300.0, "")]
 
 
+@pytest.mark.parametrize(
+    ("verbs", "is_allowed", "wants"),
+    [
+        ({"pin": {}}, True, True),
+        ({"prefetch": True}, True, True),
+        ({"prefetch": {"hashes": ["ab" * 32]}}, True, False),
+        ({"demote": {}}, True, False),
+        ({"pin": {}}, False, False),
+        ({}, True, False),
+    ],
+)
+def test_blocks_that_a_hint_names_are_wanted_until_the_request_ends(verbs: Any, is_allowed: bool, wants: bool) -> None:
+    given, *_ = made(is_allowed=is_allowed)
+    asks = request(**verbs)
+    given.arrived(asks)
+    assert given.wants("r") is wants
+    given.finished(asks)
+    assert not given.wants("r")
+
+
 def test_a_request_for_its_hints_alone_is_held_back_until_it_is_ended() -> None:
     of, session, counts = made()
     one = request(prefetch={}, pin={}, compute=False)
