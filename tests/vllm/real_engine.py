@@ -8,10 +8,14 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -31,8 +35,13 @@ NOT_PLANNED = {"promotion_wait": "complete", "min_load_tokens": 64}
 """Options of engines that are not told otherwise: the loaded blocks follow from the test, not from how busy the machine
 is."""
 
-PRELOADED = ["vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker"]
-"""Modules of the process from which workers are forked."""
+PRELOADED = [
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+]
+"""Modules of the process from which servers and workers are forked."""
 
 
 def set_environment() -> None:
@@ -97,7 +106,7 @@ class Engine:
             )
         if blocks is not None:
             engine_args["num_gpu_blocks_override"] = blocks
-        _leave_modules_out_of_collections()
+        leave_modules_out_of_collections()
         if executor == "mp":
             _fork_workers_from_one_server()
         engine_args.setdefault("skip_tokenizer_init", True)
@@ -242,7 +251,7 @@ def _let_groups_be_made_again() -> None:
         parallel_state.destroy_model_parallel()
 
 
-def _leave_modules_out_of_collections() -> None:
+def leave_modules_out_of_collections() -> None:
     """Let the garbage collector skip the modules that are loaded before the first engine.
 
     vLLM walks all objects of the process a dozen times at the start and end of an engine: most of an engine's time in
@@ -261,6 +270,7 @@ def _leave_modules_out_of_collections() -> None:
         from vllm.v1.worker import cpu_worker
 
         modules.append(cpu_worker)
+        _replace_kernels_once()
     gc.collect()
     gc.freeze()
     gc.unfreeze = _nothing
@@ -269,13 +279,32 @@ def _leave_modules_out_of_collections() -> None:
             module.freeze_gc_heap = _nothing
 
 
+def fork_server() -> ForkServerContext:
+    """Starts processes by forking one that has imported vLLM once, which each of them would import anew."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, "patient_ranks"])
+    # Started here, since it finds modules by this variable alone. Each rank would compile a few small functions.
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TORCHDYNAMO_DISABLE": "1"}
+    with mock.patch.dict(os.environ, variables):
+        forkserver.ensure_running()
+    return context
+
+
 def _fork_workers_from_one_server() -> None:
-    """Let a process that has imported vLLM once fork the workers, each of which would import it anew."""
     from vllm.v1.executor import multiproc_executor
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    multiproc_executor.get_mp_context = lambda: context
+    import patient_ranks  # noqa: F401
+
+    multiproc_executor.get_mp_context = fork_server
+
+
+def _replace_kernels_once() -> None:
+    """vLLM's CPU build replaces Triton's kernels at the start of each engine, and looks for them in all modules."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    if (replace := getattr(CpuPlatform, "register_triton_kernel_overrides", _nothing)) is not _nothing:
+        replace()
+        CpuPlatform.register_triton_kernel_overrides = staticmethod(_nothing)
 
 
 def _nothing() -> None:

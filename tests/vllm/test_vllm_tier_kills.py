@@ -7,7 +7,6 @@ every engine is compared with that of a vLLM without any cache, while the engine
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 
 from connector_engine import References
-from real_engine import Engine, prompt
+from real_engine import Engine, fork_server, prompt
 from tier_engine import extra_config, settled, stats
 
 KILLS = int(os.environ.get("KILLS", "3"))
@@ -100,8 +99,7 @@ def test_every_answer_is_right_although_engines_are_killed_at_any_moment(llama: 
     known = References(llama, *((ids, TOKENS) for ids in TURNS))
     wanted = [known(ids, TOKENS) for ids in TURNS]
     # Processes are forked from one that has imported vLLM.
-    context, chance, counts = multiprocessing.get_context("forkserver"), random.Random(SEED), Counter[str]()
-    context.set_forkserver_preload(["vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker"])
+    context, chance, counts = fork_server(), random.Random(SEED), Counter[str]()
     for number in range(KILLS):
         life = Life(context, number, (llama, tmp_path / "cache", wanted), counts)
         if number % 10 == 9:

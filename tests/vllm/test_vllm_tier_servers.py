@@ -14,6 +14,7 @@ from served_client import until
 from test_kill_and_restart import FIRST, HIT, TRAFFIC, ask, kill_during_traffic
 from threshold_http import Client, start_server, wait_until_on_disk
 from tier_engine import extra_config
+from undercroft.demo.server import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -34,7 +35,9 @@ def test_a_server_that_is_killed_finds_its_chunks_again(
     llama_with_tokenizer: Path, reference: Reference, tmp_path: Path
 ) -> None:
     options = extra_config(tmp_path / "cache")
-    with start_server(llama_with_tokenizer, tmp_path / "first.log", options, *SMALL, connector=TIER) as client:
+    with start_server(
+        llama_with_tokenizer, tmp_path / "first.log", options, *SMALL, connector=TIER, start=Server
+    ) as client:
         assert right(client, reference, FIRST) == [0] * len(FIRST)
         client.wait_until_idle()
         wait_until_on_disk(tmp_path / "cache", len(FIRST) * HIT // BLOCK)

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from forked_server import ForkedServer
 from real_engine import TRUSTING
 from undercroft import _core
 from undercroft.demo.server import Server
@@ -107,9 +108,17 @@ def wait_until_on_disk(directory: Path, blocks: int) -> None:
 
 @contextmanager
 def start_server(
-    model: Path, log: Path, options: dict[str, Any], *arguments: str, connector: tuple[str, str | None] | None = None
+    model: Path,
+    log: Path,
+    options: dict[str, Any],
+    *arguments: str,
+    connector: tuple[str, str | None] | None = None,
+    start: type[Server] = ForkedServer,
 ) -> Iterator[Client]:
-    """A server with undercroft and these options of it, or with another ``connector``: its class and its module."""
+    """A server with undercroft and these options of it, or with another ``connector``: its class and its module.
+
+    ``start``: `Server` for processes that import vLLM themselves, as spawned ones do.
+    """
     options = {**TRUSTING, **options}
     transfer = {"kv_connector": "UndercroftConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
     if connector is not None:
@@ -119,7 +128,7 @@ def start_server(
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    with Server([*command, *arguments], environment, log) as server:
+    with start([*command, *arguments], environment, log) as server:
         server.wait_until_ready(lambda elapsed: None)
         client = Client(server)
         yield client

@@ -20,6 +20,7 @@ from typing import Any
 
 from undercroft.cli.output import CommandError, say
 
+MODULE = "vllm.entrypoints.openai.api_server"
 START_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 60
 REQUEST_TIMEOUT_S = 600
@@ -51,12 +52,15 @@ class Server:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
-        with log.open("wb") as sink:
+        arguments = ["--host", "127.0.0.1", "--port", str(port), *arguments]
+        self.process = self._launch(arguments, {**os.environ, **environment})
+
+    def _launch(self, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with self.log.open("wb") as sink:
             # A session of its own: an interrupt at the terminal reaches the server through `stop` alone.
-            self.process = subprocess.Popen(
-                [*command, "--port", str(port), *arguments],
-                env={**os.environ, **environment},
+            return subprocess.Popen(
+                [sys.executable, "-m", MODULE, *arguments],
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
