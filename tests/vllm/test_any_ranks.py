@@ -21,7 +21,7 @@ from tiny_models import Shape, make_llama
 from undercroft import _core
 from undercroft.log import logger
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 Start = Callable[..., Engine]
 HELD = len(LONG) // BLOCK * BLOCK

@@ -10,7 +10,7 @@ from connector_engine import core
 from hybrid_engine import HOST, MODELS, Model, ask
 from real_engine import prompt
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 FINE = 64
 """Tokens of a hash where hits may end inside a block."""

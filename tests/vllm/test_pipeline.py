@@ -18,7 +18,7 @@ from test_any_ranks import HELD, answers, on_disk, pages, payloads
 from tiny_models import Shape, make_llama
 from undercroft import _core
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 Start = Callable[..., Engine]
 PROMPTS = [LONG, OTHER, prompt(3 * BLOCK + 5, 8), prompt(70, 9)]

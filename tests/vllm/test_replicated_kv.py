@@ -15,7 +15,7 @@ from real_engine import Engine, prompt
 from tiny_models import Shape, make_llama
 from undercroft import _core
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 MORE = LONG + prompt(BLOCK * 4, 7)
 """Four blocks more."""

@@ -15,7 +15,7 @@ from engine_checks import Reference
 from real_engine import prompt
 from threshold_http import Client, start_server, the_choice, wait_until_on_disk
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TOKENS = 8
 PROMPTS = [prompt(897, seed=90 + seed) for seed in range(3)]
