@@ -105,8 +105,8 @@ class UndercroftConfig:
     )]
     on_disk_error: Annotated[str, Option(
         "text", "degrade", '"degrade" or "refuse"',
-        "Reaction to a directory that cannot be opened (failing, read-only, full, damaged): start without it and retry "
-        "later, or do not start. A directory with other files or a wrong configuration is always refused.",
+        "Reaction to a directory that cannot be opened (failing, hanging, read-only, full, damaged): start without it "
+        "and retry later, or do not start. A directory with other files or a wrong configuration is always refused.",
         choice("degrade", "refuse"), str, "engine",
     )]
     disk_on_other_version: Annotated[str, Option(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from undercroft.config import OPTIONS
-from undercroft.log import follow_core
+from undercroft.log import follow_core, log_core_lines
 from undercroft.sizing import resolve_sizes
 from undercroft.units import format_size
 
@@ -26,6 +26,12 @@ def open_engine(config: UndercroftConfig, socket: str | None = None, ranks: int 
 
     follow_core()
     return _core.Engine(engine_options(config, socket, ranks))
+
+
+def close_engine(engine: Engine) -> None:
+    """Finish the writes in flight (bounded), and log the loss: the process may end before another thread would."""
+    engine.close()
+    log_core_lines()
 
 
 def engine_options(config: UndercroftConfig, socket: str | None = None, ranks: int = 1) -> dict[str, Any]:

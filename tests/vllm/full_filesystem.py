@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -53,6 +54,25 @@ def frozen(filesystem: Path) -> Iterator[None]:
     with subprocess.Popen(["sh", "-c", script, filesystem], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
         assert shell.stdout is not None and shell.stdout.readline()
         yield
+
+
+@contextlib.contextmanager
+def unanswered(place: Path) -> Iterator[Path]:
+    """A filesystem whose server never answers: each call on it hangs until the end, as on NFS without its server."""
+    place.mkdir()
+    if not os.access("/dev/fuse", os.W_OK):
+        pytest.skip("needs FUSE")
+    server = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
+    mounted = ctypes.CDLL(None).mount(b"none", os.fsencode(place), b"fuse", 0, options)
+    try:
+        if mounted:
+            pytest.skip("needs root, to mount a filesystem")
+        yield place
+    finally:
+        # Without the server the kernel ends the calls.
+        os.close(server)
+        subprocess.run(["umount", "--lazy", str(place)], capture_output=True, check=not mounted)
 
 
 def holes(file: Path) -> Iterator[tuple[int, int]]:

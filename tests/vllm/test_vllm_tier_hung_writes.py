@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from engine_checks import add, begun, step_until
 from full_filesystem import freezable, frozen
 from real_engine import Engine, prompt
 from tier_engine import OFFLOADING, Make, extra_config, health, hits, stats, tier_of
+from undercroft.log import logger
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -73,7 +75,15 @@ def test_no_request_waits_for_writes_that_hang(
         second.close()
 
 
-def test_writes_that_hang_hold_up_no_end(engine: Make, llama: Path, reference: References, tmp_path: Path) -> None:
+def test_writes_that_hang_hold_up_no_end(
+    engine: Make,
+    llama: Path,
+    reference: References,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
     with freezable(tmp_path / "filesystem") as filesystem:
         one = started(engine, llama, filesystem)
         for ids in KEPT:
@@ -84,6 +94,8 @@ def test_writes_that_hang_hold_up_no_end(engine: Make, llama: Path, reference: R
             began = time.monotonic()
             one.close()
             took = time.monotonic() - began
+        lost = next(line for line in caplog.messages if "before its disks had taken all blocks" in line)
+        assert re.search(r"(MiB that waited|[1-9]\d* writes that had begun)", lost), lost
         # For pending writes, for a disk that answers, and for the hourly sums.
         assert took < 10 + 5 + 2 + 5, took
         second = started(engine, llama, filesystem)
@@ -92,6 +104,34 @@ def test_writes_that_hang_hold_up_no_end(engine: Make, llama: Path, reference: R
         for ids in CROWD[3:6]:
             assert second.generate(ids, TOKENS).tokens == reference(ids)
         assert stats(second)["checksum_failures"] == stats(second)["load_failures"] == 0
+        second.close()
+
+
+def test_a_frozen_directory_holds_up_the_start_for_a_limited_time(
+    engine: Make,
+    llama: Path,
+    reference: References,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    with freezable(tmp_path / "filesystem") as filesystem:
+        one = started(engine, llama, filesystem)
+        hits(one, reference, LONG, 0)
+        one.close()
+        with frozen(filesystem):
+            one = started(engine, llama, filesystem)
+            assert health(one) == "unavailable"
+        assert f"the filesystem of disk_path {filesystem / 'cache'}" in caplog.text
+        assert "has not answered for 30 s" in caplog.text
+        answer = one.generate(LONG, TOKENS)
+        assert (answer.cached, answer.tokens) == (0, reference(LONG))
+        # Half a minute after the start the directory is tried again, and is empty then.
+        kept = 896 if health(one) == "unavailable" else 0
+        one.close()
+        second = started(engine, llama, filesystem)
+        assert second.generate(LONG, TOKENS).cached == kept
         second.close()
 
 

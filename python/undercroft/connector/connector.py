@@ -34,6 +34,7 @@ from undercroft.connector.requests.hints import NO_HINTS, HintsOnly, NoHints, Re
 from undercroft.connector.resets import Resets
 from undercroft.connector.scheduler.scheduler import SchedulerConnector
 from undercroft.connector.wiring import start_scheduler
+from undercroft.engine import close_engine
 from undercroft.fail_open import fail_open, nothing
 from undercroft.identity.adapters import ADAPTERS
 from undercroft.log import LogOnce, logger
@@ -230,7 +231,7 @@ class UndercroftConnector(KVConnectorBase_V1, SupportsHMA):
         with contextlib.ExitStack() as closing:
             # Last in, first out; each runs even if another one fails.
             if self._engine is not None:
-                closing.callback(self._engine.close)
+                closing.callback(close_engine, self._engine)
                 closing.callback(self._announcement.withdraw)
             if self._engine_stats is not None:
                 closing.callback(self._engine_stats.close)

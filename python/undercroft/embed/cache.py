@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from undercroft.config import OPTIONS, UndercroftConfig
 from undercroft.embed.blocks import Blocks, Group, Job, Layout, Registration, SaveRequest, least_boundary, runs
 from undercroft.embed.memory import Attachment, span
-from undercroft.engine import open_engine
+from undercroft.engine import close_engine, open_engine
 from undercroft.log import LogOnce, logger
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ class Cache:
         # An error of one must not keep the others open.
         with contextlib.ExitStack() as in_turn:
             if self._owns_engine:
-                in_turn.callback(self.engine.close)
+                in_turn.callback(close_engine, self.engine)
             in_turn.callback(self.session.close)
             in_turn.callback(self._let_go)
             self.drain()

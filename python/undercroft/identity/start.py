@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from undercroft.descriptions import why_not_reused as _why_not_reused
 from undercroft.errors import ConfigError, ServerError, StoreError
 from undercroft.identity.namespace import known_by_name
 from undercroft.log import logger
+from undercroft.patience import LIMIT_S, within
 
 if TYPE_CHECKING:
     from undercroft.config import UndercroftConfig
@@ -25,9 +27,9 @@ def why_not_reused(description: str, config: UndercroftConfig, digests: Digests)
 
     held: list[str] = []
     for path in _directories(config):
-        # The directory is new, or cannot be read. The engine reports such an error.
-        with contextlib.suppress(StoreError):
-            held += _core.descriptions(path)
+        # The directory is new, cannot be read, or hangs. The engine reports such an error.
+        with contextlib.suppress(StoreError, TimeoutError):
+            held += within(LIMIT_S, path, partial(_core.descriptions, path))
     return _why_not_reused(description, held, digests.differing_files)
 
 

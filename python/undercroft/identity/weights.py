@@ -14,11 +14,16 @@ import importlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+from undercroft.patience import LIMIT_S, within
+
+_Result = TypeVar("_Result")
 
 SAMPLED, FULL = "sampled", "full"
 
@@ -100,17 +105,10 @@ class Digests:
             del self._known[path]
         for digest in list(self._models)[:-_MODELS_MAX]:
             del self._models[digest]
+        content = {"files": self._known, "models": self._models}
         # If the directory cannot be written, the next start only takes longer.
         with contextlib.suppress(OSError):
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file, name = tempfile.mkstemp(prefix=self.path.name, dir=self.path.parent)
-            try:
-                with os.fdopen(file, "w", encoding="utf-8") as new:
-                    json.dump({"files": self._known, "models": self._models}, new)
-                Path(name).replace(self.path)
-            finally:
-                # A full disk must not get another file with each start.
-                Path(name).unlink(missing_ok=True)
+            self._in_time(partial(_write, content))
             self._changed = False
 
     def _load(self) -> None:
@@ -118,10 +116,31 @@ class Digests:
             return
         # If the file is missing or damaged, all digests are computed anew.
         with contextlib.suppress(OSError, ValueError):
-            kept = json.loads(self.path.read_bytes())
+            kept = json.loads(self._in_time(Path.read_bytes))
             self._known = {path: entry for path, entry in _object(kept, "files").items() if _is_entry(entry)}
             models = _object(kept, "models")
             self._models = {digest: files for digest, files in models.items() if isinstance(files, dict)} | self._models
+
+    def _in_time(self, work: Callable[[Path], _Result]) -> _Result:
+        """Work on the file, which is left alone from then on if its filesystem hangs. Raises OSError."""
+        assert self.path is not None
+        try:
+            return within(LIMIT_S, self.path, partial(work, self.path))
+        except TimeoutError:
+            self.path = None
+            raise
+
+
+def _write(content: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    try:
+        with os.fdopen(file, "w", encoding="utf-8") as new:
+            json.dump(content, new)
+        Path(name).replace(path)
+    finally:
+        # A full disk must not get another file with each start.
+        Path(name).unlink(missing_ok=True)
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from undercroft.embed.memory import with_small_memory
-from undercroft.engine import open_engine, start_line
+from undercroft.engine import close_engine, open_engine, start_line
 from undercroft.errors import UndercroftError
 from undercroft.fail_open import fail_open, fail_open_with, nothing
 from undercroft.identity.weights import Digests, digests_file
@@ -325,7 +325,7 @@ class UndercroftHiCache(HiCacheStorage):
             engine, self._engine = self._engine, None
         with contextlib.ExitStack() as all_closed:
             if engine is not None:
-                all_closed.callback(engine.close)
+                all_closed.callback(close_engine, engine)
             for store in stores:
                 all_closed.callback(store.cache.close)
 

@@ -20,6 +20,8 @@ use undercroft_contract::remote::{RemoteCompletion, RemoteStore};
 use undercroft_engine::{Due, Engine, Room, Started};
 use undercroft_io::{ChecksumQueue, DeviceFiles, IoEngine, Waker, join_within};
 
+use crate::ends;
+
 /// How soon the IO thread looks again at work that could not start (no memory, budget or writes).
 const RETRY: Duration = Duration::from_millis(10);
 
@@ -184,10 +186,6 @@ impl SharedEngine {
     }
 }
 
-/// The line about an IO thread that was let go.
-const LET_GO: &str = "undercroft: the engine has ended, but operations on its disks or its remote store have not. Until \
-     those on disks end, the directories stay locked, and the kernel does not end this process";
-
 /// A running engine.
 #[derive(Debug)]
 pub struct Driver {
@@ -292,8 +290,15 @@ impl Driver {
         }
         self.shared.waker.wake();
         let thread = self.thread.lock().ok().and_then(|mut thread| thread.take());
-        if thread.is_some_and(|thread| !join_within(thread, timeout + END_GRACE)) {
-            log::say(Level::Warning, LET_GO.to_owned());
+        let Some(thread) = thread else {
+            return;
+        };
+        let has_ended = join_within(thread, timeout + END_GRACE);
+        if let Some(line) = self.read(ends::lost).flatten() {
+            log::say(Level::Warning, line);
+        }
+        if !has_ended {
+            log::say(Level::Warning, ends::LET_GO.to_owned());
         }
     }
 }

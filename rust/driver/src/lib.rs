@@ -2,6 +2,7 @@
 
 mod driver;
 mod embedded;
+mod ends;
 
 pub use driver::{Clock, Driver, END_GRACE, EngineAccess};
 pub use embedded::EmbeddedSession;

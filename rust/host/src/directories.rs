@@ -11,7 +11,9 @@ use undercroft_contract::image::DeviceImage;
 use undercroft_contract::io::IoFault;
 use undercroft_engine::disk::{Health, LATENCY_LIMITS_NS, Latency};
 use undercroft_io::DeviceFiles;
-use undercroft_io::disk::open::{Capacity, Directory, DirectoryLock, StoreOptions, open};
+use undercroft_io::disk::open::{Capacity, Directory, DirectoryLock, StoreOptions};
+use undercroft_io::disk::patient::{Patience, open_within};
+use undercroft_io::within;
 
 use crate::config::{DiskCapacity, HostConfig, OnDiskError};
 use crate::error::HostError;
@@ -64,7 +66,7 @@ impl Directories {
             ..Self::default()
         };
         for (disk, options) in config.disks.iter().zip(store_options(config)) {
-            match open(&disk.path, options, random()) {
+            match open_within(&disk.path, options, random(), Patience::default()) {
                 Ok(directory) => {
                     let (files, image, directory) = OpenDirectory::of(directory);
                     all.files.push(files);
@@ -90,11 +92,11 @@ impl Directories {
 
 /// The options of each directory's store. Directories on one filesystem share its space.
 pub(crate) fn store_options(config: &HostConfig) -> Vec<StoreOptions> {
-    let devices: Vec<Option<u64>> = config
-        .disks
-        .iter()
-        .map(|disk| device_of(&disk.path))
-        .collect();
+    let devices: Vec<Option<u64>> = match &config.disks[..] {
+        // Nothing shares its space.
+        [_] => vec![None],
+        several => several.iter().map(|disk| device_of(&disk.path)).collect(),
+    };
     let mut ways: HashMap<u64, u32> = HashMap::new();
     for device in devices.iter().flatten() {
         *ways.entry(*device).or_default() += 1;
@@ -115,11 +117,14 @@ pub(crate) fn store_options(config: &HostConfig) -> Vec<StoreOptions> {
         .collect()
 }
 
-/// The filesystem of a directory, which may not exist yet.
+/// The filesystem of a directory, which may not exist yet; `None` if it does not answer.
 fn device_of(path: &Path) -> Option<u64> {
-    path.ancestors()
-        .find_map(|place| std::fs::metadata(place).ok())
-        .map(|found| found.dev())
+    let path = path.to_owned();
+    let found = within(Patience::default().silent, move || {
+        let mut places = path.ancestors();
+        places.find_map(|place| std::fs::metadata(place).ok())
+    });
+    found.flatten().map(|found| found.dev())
 }
 
 impl OpenDirectory {

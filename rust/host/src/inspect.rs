@@ -8,6 +8,7 @@ use undercroft_contract::format::{Record, Superblock};
 use undercroft_contract::pages::SLOT_ALIGN;
 use undercroft_io::disk::inspect::{Summary, is_intact, is_same_payload};
 use undercroft_io::disk::open::Contents;
+use undercroft_io::disk::patient::{self, Patience};
 use undercroft_io::disk::{StoreError, open};
 
 use crate::config::{HostConfig, OnDiskError};
@@ -116,7 +117,7 @@ pub fn examine(config: &HostConfig) -> Result<Vec<DiskExamination>, HostError> {
     let disks = config.disks.iter().zip(store_options(config));
     let examined = disks.map(|(disk, options)| {
         let path = disk.path.to_string_lossy().into_owned();
-        match open::examine(&disk.path, options) {
+        match patient::examine_within(&disk.path, options, Patience::default()) {
             Ok(found) => DiskExamination {
                 path,
                 error: None,

@@ -107,7 +107,12 @@ fn try_again(shared: &SharedDirectories, driver: &Driver) -> bool {
     for (index, path, options) in waiting {
         let at = usize::from(index);
         // This runs without the lock: a failing disk may answer late.
-        match open(&path, options, random()).and_then(|directory| directory.empty()) {
+        let opened = open(&path, options, random());
+        if shared.lock().stopped {
+            // The next engine may use the directory's blocks.
+            return true;
+        }
+        match opened.and_then(|directory| directory.empty()) {
             Err(error) => {
                 all = false;
                 if let Some(DirectoryState::Unavailable(one)) =

@@ -43,7 +43,7 @@ pub use features::{
     IoEngineChoice, IoFeatures, open_encrypting_engine, open_io_engine, probe_io_uring,
 };
 pub use files::{DeviceFiles, check_own_file, open_file};
-pub use threads::join_within;
+pub use threads::{join_within, within};
 pub use waker::{Wake, Waker};
 
 use engine::SPLIT;

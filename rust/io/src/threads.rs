@@ -1,5 +1,6 @@
 //! Waits for threads that a disk may hold up.
 
+use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -20,10 +21,20 @@ pub fn join_within(thread: JoinHandle<()>, limit: Duration) -> bool {
     true
 }
 
+/// The result of work on a thread of its own; `None` if it has not ended in time, or cannot begin. The thread
+/// continues then.
+pub fn within<T: Send + 'static>(
+    limit: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (sender, ended) = channel();
+    let thread = std::thread::Builder::new().spawn(move || sender.send(work()));
+    thread.ok()?;
+    ended.recv_timeout(limit).ok()
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc::channel;
-
     use super::*;
 
     #[test]

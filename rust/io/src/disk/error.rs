@@ -1,6 +1,7 @@
 //! Errors of a disk directory. Messages name the finding and the remedy.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use rustix::io::Errno;
 use thiserror::Error;
@@ -21,6 +22,18 @@ pub enum StoreError {
         source: std::io::Error,
         /// The remedy, starting with "; ", or empty.
         hint: &'static str,
+    },
+    /// The filesystem does not answer.
+    #[error(
+        "disk_path {path}: its filesystem has not answered for {} s; let it answer (fsfreeze --unfreeze for a frozen \
+         one, the server for NFS), or choose another disk_path",
+        .waited.as_secs()
+    )]
+    Hangs {
+        /// The directory.
+        path: PathBuf,
+        /// How long it was waited for.
+        waited: Duration,
     },
     /// Another live engine owns the directory.
     #[error(
@@ -216,7 +229,8 @@ impl StoreError {
     pub fn may_pass(&self) -> bool {
         match self {
             Self::Io { source, .. } => !is_misconfigured(source),
-            Self::Untrusted { .. }
+            Self::Hangs { .. }
+            | Self::Untrusted { .. }
             | Self::Damaged { .. }
             | Self::Version { .. }
             | Self::Encryption { .. }

@@ -5,6 +5,7 @@ use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
@@ -16,7 +17,7 @@ use super::holder::holder;
 use super::names::{DATA, LOCK, SUPER, SUPER_NEW, TABLE, TABLE_NEW, failed};
 use crate::disk::StoreError;
 use crate::fork::Unshared;
-use crate::{check_own_file, open_file};
+use crate::{DeviceFiles, check_own_file, open_file};
 
 /// Begins the name of the directory in which a store of another format version is set aside.
 const ASIDE: &str = "format-";
@@ -250,6 +251,21 @@ pub(super) fn write_owner(lock: &File, socket: Option<&Path>) -> io::Result<()> 
     }
     lock.set_len(0)?;
     lock.write_all_at(&owner, 0)
+}
+
+/// The files of a store, for the IO engine.
+pub(super) fn of_device(
+    path: &Path,
+    lock: &Arc<Unshared<File>>,
+) -> Result<DeviceFiles, StoreError> {
+    let (data, o_direct) = open_for_io(path, DATA, false)?;
+    Ok(DeviceFiles {
+        superblock: open_for_io(path, SUPER, false)?.0,
+        table: open_for_io(path, TABLE, false)?.0,
+        data,
+        o_direct,
+        lock: Some(Arc::clone(lock)),
+    })
 }
 
 /// Makes a new store. The superblock is written last, and gets its name at once: a crash leaves either a

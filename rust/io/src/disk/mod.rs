@@ -8,6 +8,7 @@ mod holes;
 pub mod inspect;
 mod names;
 pub mod open;
+pub mod patient;
 mod space;
 mod table;
 mod way;

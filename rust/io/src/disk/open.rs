@@ -256,7 +256,17 @@ pub fn open(
     options: impl Into<StoreOptions>,
     store_id: u64,
 ) -> Result<Directory, StoreError> {
-    let options = options.into();
+    open_if(path, options.into(), store_id, || Ok(()))
+}
+
+/// Like [`open`]. Calls `is_wanted` when the directory is locked and the filesystem has taken a write, before anything
+/// that may take long, and ends with its error.
+pub(super) fn open_if(
+    path: &Path,
+    options: StoreOptions,
+    store_id: u64,
+    is_wanted: impl FnOnce() -> Result<(), StoreError>,
+) -> Result<Directory, StoreError> {
     let of_way = way::check(path)?;
     files::make(path)?;
     files::check_owner(path)?;
@@ -265,6 +275,7 @@ pub fn open(
     fs::set_permissions(path, fs::Permissions::from_mode(0o700))
         .map_err(failed(path, "make it private"))?;
     let lock = Arc::new(files::take_lock(path)?);
+    is_wanted()?;
     // The second look, under the lock: another process may have made a store, used it and ended.
     let found = files::find(path, options.encrypted)?;
     let (sizing, mut notes) = plan(path, found, options)?;
@@ -305,17 +316,9 @@ pub fn open(
         super_bytes: read_file(path, SUPER)?,
         table: Box::new(TableFile(open_to_read(path, TABLE)?)),
     };
-    let (data, o_direct) = open_for_io(path, DATA, false)?;
-    let files = DeviceFiles {
-        superblock: open_for_io(path, SUPER, false)?.0,
-        table: open_for_io(path, TABLE, false)?.0,
-        data,
-        o_direct,
-        lock: Some(Arc::clone(&lock)),
-    };
     Ok(Directory {
         path: path.to_owned(),
-        files,
+        files: files::of_device(path, &lock)?,
         image,
         notes,
         lock,
