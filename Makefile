@@ -116,15 +116,9 @@ endif
 
 .PHONY: test-python
 test-python: build  ## Python tests, real vLLM engines included (TESTS=path::test for some of them)
-	$(call PYTEST,$(TESTS))
+	$(PYTEST) $(TESTS)
 
-# Tests of several processes have the machine to themselves, after the others. Exit status 5: there was no such test.
-define PYTEST
-others=0; alone=0; \
-$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not alone' $(1) || others=$$?; \
-$(BIN)/python -m pytest -q -m alone $(1) || alone=$$?; \
-case $$others$$alone in 00|05|50) ;; *) echo "error: pytest ended with $$others and $$alone" >&2; exit 1 ;; esac
-endef
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: test-remote
 test-remote: build | cargo  ## Remote stores, with vLLM too: a directory, Redis, Ceph's S3 gateway, Mooncake (130 MB once, 15 minutes)
@@ -142,7 +136,7 @@ test-filesystems: | cargo  ## Rust tests of the disk tier on ext4, xfs, btrfs, t
 test-vllm-033: build  ## Engine tests on vLLM 0.33 (its Python files over the CPU build of 0.32; 340 MB once)
 	overlay="$$($(BIN)/python tools/overlay.py 0.33.0)"; \
 	export PYTHONPATH="$$overlay" VLLM_TARGET_DEVICE=cpu; \
-	$(call PYTEST,$(if $(filter-out tests,$(TESTS)),$(TESTS),tests/vllm))
+	$(PYTEST) $(if $(filter-out tests,$(TESTS)),$(TESTS),tests/vllm)
 
 .PHONY: test-vllm-031
 test-vllm-031:  ## Smoke test on vLLM 0.31, in an environment of its own

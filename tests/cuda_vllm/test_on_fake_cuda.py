@@ -18,12 +18,7 @@ import fake_device
 import inner_pytest
 
 ENGINES = Path(__file__).with_name("cuda_engines")
-# They have engines with two ranks, which keep each core busy.
-ALONE = ("test_layouts.py", "test_mla.py", "test_ranks.py", "test_stages.py", "test_tier.py")
-FILES = [
-    pytest.param(path.name, marks=[pytest.mark.alone] if path.name in ALONE else [])
-    for path in sorted(ENGINES.glob("test_*.py"))
-]
+FILES = sorted(path.name for path in ENGINES.glob("test_*.py"))
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,8 @@ import pytest
 from engine_checks import Reference
 from real_engine import prompt
 from threshold_http import Client, start_server, the_choice, wait_until_on_disk
-from undercroft.demo.server import Server
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TOKENS = 8
 FIRST = [prompt(897, seed=seed) for seed in range(4)]
@@ -74,7 +73,7 @@ def test_two_ranks_killed_and_restarted(
         "disk_capacity": "512MiB",
     }
 
-    with start_server(llama_with_tokenizer, tmp_path / "first.log", options, *TWO_RANKS, start=Server) as client:
+    with start_server(llama_with_tokenizer, tmp_path / "first.log", options, *TWO_RANKS) as client:
         assert [ask(client, ids) for ids in FIRST] == [(reference(ids, TOKENS), 0) for ids in FIRST]
         client.reset_device()
         assert [ask(client, ids) for ids in FIRST] == [(reference(ids, TOKENS), HIT) for ids in FIRST]

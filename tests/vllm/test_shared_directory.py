@@ -14,6 +14,7 @@ import pytest
 from engine_checks import Reference
 from real_engine import prompt
 from threshold_http import Client, start_server, the_choice, wait_until_on_disk
+from undercroft.demo.server import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -53,7 +54,7 @@ def test_two_servers_share_a_directory_and_one_takes_it_over(
     expected = [reference(ids, TOKENS) for ids in PROMPTS]
     config = options(tmp_path)
     with (
-        start_server(llama_with_tokenizer, tmp_path / "first.log", config, *SMALL) as first,
+        start_server(llama_with_tokenizer, tmp_path / "first.log", config, *SMALL, start=Server) as first,
         start_server(llama_with_tokenizer, tmp_path / "second.log", config, *SMALL) as second,
     ):
         assert "disk_path is in use, shared with the engine at" in (tmp_path / "second.log").read_text()
