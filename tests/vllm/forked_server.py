@@ -58,8 +58,9 @@ def _serve(arguments: list[str], environment: dict[str, str], log: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [MODULE, *arguments]
-    # Shared memory that a killed server leaves goes with it, not with the tests.
+    # A process of the server's own removes the shared memory that its engine leaves; the engine's would end with it.
     resource_tracker._resource_tracker._fd = None
+    resource_tracker.ensure_running()
     _fork_from_here_on()
     from vllm import logger
 
