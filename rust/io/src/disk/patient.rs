@@ -34,7 +34,7 @@ impl Default for Patience {
 enum Opening {
     /// The filesystem answers. The rest, such as the allocation of a large store, takes the time that it takes.
     Answers,
-    Ended(Result<Directory, StoreError>),
+    Ended(Box<Result<Directory, StoreError>>),
 }
 
 /// Like [`open`](super::open::open), on a thread of its own. If the filesystem does not answer in time, the thread goes
@@ -92,7 +92,7 @@ fn watched(
         .spawn(move || {
             let opened = open(&sender);
             // If nobody waits any more, this closes the directory.
-            let _ = sender.send(Opening::Ended(opened));
+            let _ = sender.send(Opening::Ended(Box::new(opened)));
         })
         .map_err(failed(path, "start a thread"))?;
     let begun = Instant::now();
@@ -105,7 +105,7 @@ fn watched(
         };
         match steps.recv_timeout(at.saturating_sub(begun.elapsed())) {
             Ok(Opening::Answers) => answers = true,
-            Ok(Opening::Ended(opened)) => return opened,
+            Ok(Opening::Ended(opened)) => return *opened,
             Err(RecvTimeoutError::Disconnected) => {
                 // The panic hook has reported it.
                 return Err(failed(path, "open it")(std::io::Error::other("a panic")));
