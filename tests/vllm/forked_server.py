@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 from real_engine import fork_server
@@ -50,7 +49,10 @@ class ForkedProcess:
 
 
 def _serve(arguments: list[str], environment: dict[str, str], log: str) -> None:
-    """In the new process: what a new interpreter would find, then what `python -m` runs."""
+    """In the new process: what a new interpreter would find, then what `python -m` runs.
+
+    Shared memory that a killed server leaves is removed at the end of the tests.
+    """
     os.setsid()
     sink = os.open(log, os.O_WRONLY | os.O_APPEND)
     for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, sink), (2, sink)):
@@ -58,9 +60,6 @@ def _serve(arguments: list[str], environment: dict[str, str], log: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [MODULE, *arguments]
-    # A process of the server's own removes the shared memory that its engine leaves; the engine's would end with it.
-    resource_tracker._resource_tracker._fd = None
-    resource_tracker.ensure_running()
     _fork_from_here_on()
     from vllm import logger
 
