@@ -419,8 +419,12 @@ class Session:
         for another reason.
         """
 
-    def finish_request(self, request_id: str) -> None:
-        """The request has finished or was aborted. Its loads and saves go on."""
+    def finish_request(self, request_id: str, turn_end: int = 0) -> None:
+        """The request has finished or was aborted. Its loads and saves go on.
+
+        ``turn_end`` is the same 32-bit number for turns whose last tokens are the same; 0: not known. Raises
+        OverflowError for a number out of range.
+        """
 
     def report_steps(self, steps: Sequence[tuple[int, int, int, float]]) -> None:
         """Steps that the vLLM has run, for the planner: prompt tokens, the sum of their positions, decodes, seconds."""

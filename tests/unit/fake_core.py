@@ -78,6 +78,7 @@ class FakeSession:
         self.calls: list[tuple] = []
         self.closed = False
         self.steps: list[tuple] = []
+        self.turn_ends: dict[str, int] = {}
 
     # Test controls
 
@@ -249,8 +250,9 @@ class FakeSession:
         self.waits.pop(request_id, None)
         self.lookups.pop(request_id, None)
 
-    def finish_request(self, request_id):
+    def finish_request(self, request_id, turn_end=0):
         self.calls.append(("finish_request", request_id))
+        self.turn_ends[request_id] = turn_end
         self.waits.pop(request_id, None)
         self.lookups.pop(request_id, None)
 

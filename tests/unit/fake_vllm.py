@@ -6,6 +6,8 @@ import hashlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from vllm.v1.request import RequestStatus
+
 from undercroft.connector.metadata import UndercroftMetadata, UndercroftWorkerMetadata
 
 BLOCK = 16
@@ -35,10 +37,15 @@ class Request:
     prompt_embeds: object = None
     sampling_params: object = None
     pooling_params: object = None
+    status: RequestStatus = RequestStatus.FINISHED_ABORTED
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.tokens)
         self.block_hashes = chain(self.tokens)
+
+    @property
+    def output_token_ids(self):
+        return self.tokens[self.num_prompt_tokens :]
 
     @property
     def num_tokens(self):

@@ -15,7 +15,7 @@ use crate::key::{BlockHash, HashSource};
 use crate::namespace::NamespaceSpec;
 pub use crate::sources::{Brought, Sources};
 use crate::tier::Tier;
-pub use crate::tokens::Tokens;
+pub use crate::tokens::{Finished, Tokens, TurnEnd};
 
 /// Where a payload lies, in bytes from the start of the arena; [`ArenaOffset::NONE`] for a block that
 /// is not to be copied. Workers take it as a little-endian i64, -1 for none.
@@ -568,8 +568,8 @@ pub trait Session: std::fmt::Debug + Send + Sync {
     /// request of a load may be looked up again, and a save is dropped.
     fn give_up(&self, id: TransferId, reason: GiveUp);
 
-    /// The request has finished or was aborted. Loads and saves under way go on.
-    fn finish_request(&self, request: &str);
+    /// A request has finished or was aborted. Loads and saves under way go on.
+    fn finish_request(&self, finished: Finished<'_>);
 
     /// Reports a client's knowledge of a prompt's future use: see [`Hint`](crate::hint::Hint). Waits only microseconds
     /// for a server's answer, then answers [`HintAnswer::Pending`].

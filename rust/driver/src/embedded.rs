@@ -8,7 +8,7 @@ use undercroft_contract::explain::{Reason, Rest};
 use undercroft_contract::hint::{HintAnswer, HintRefusal, HintRequest};
 use undercroft_contract::pending::PendingLookups;
 use undercroft_contract::session::{
-    BlockEvents, GiveUp, Load, Lookup, LookupRequest, Priority, Save, SaveEnd, SaveGrant,
+    BlockEvents, Finished, GiveUp, Load, Lookup, LookupRequest, Priority, Save, SaveEnd, SaveGrant,
     SaveRequest, Session, SessionSpec, SessionToken, Step, Tokens, TransferEnd, TransferId,
     append_extents,
 };
@@ -225,10 +225,10 @@ impl<A: EngineAccess> Session for EmbeddedSession<A> {
         self.end(id, TransferEnd::GivenUp(reason));
     }
 
-    fn finish_request(&self, request: &str) {
-        self.waits.forget(request);
+    fn finish_request(&self, finished: Finished<'_>) {
+        self.waits.forget(finished.request);
         self.engine
-            .enter(|engine| engine.finish_request(self.id, request));
+            .enter(|engine| engine.finish_request(self.id, finished));
     }
 
     fn hint(&self, request: &HintRequest<'_>) -> HintAnswer {

@@ -1,26 +1,31 @@
 //! When conversations come back: their pauses, and which of them are to be in the arena soon.
 //!
 //! A conversation is known by the last node of its chain. It ends with a save, and comes back when a request's chain ends
-//! at that node. Its next pause is predicted from its own last pauses if these agree and the last one was as predicted. If it
-//! has had fewer than two, the pauses of its kind decide, if nearly all of these are alike. Where pauses are random, nothing is
-//! predicted: the order of eviction keeps the blocks used last.
+//! at that node. Its next pause is predicted from its own last pauses if these agree and the last one was as predicted. If
+//! they do not, the pauses decide that followed turns with the same end, as after a tool call; if it has had fewer than two, those
+//! of conversations with the same first block, or of the same depth, too: in each case if nearly all are alike. Where pauses are random, nothing is predicted:
+//! the order of eviction keeps the blocks used last.
 //!
 //! Everything is bounded: a table of a fixed size, in which the oldest of eight gives way; a fixed number of kinds. Nodes
 //! may be gone: an entry has its node's epoch. All that was learned is lost with the process.
 
-use std::collections::{BTreeSet, HashMap};
+mod kinds;
+
+use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
+
+use undercroft_contract::session::TurnEnd;
 
 use crate::forest::NodeId;
 use crate::metrics::Counters;
 
 use super::ids::{RequestId, SessionId};
 
+use kinds::{By, Kind, Kinds};
+
 /// Conversations that are remembered: sets of this many, of which the oldest gives way.
 const WAYS: usize = 8;
 const SETS_LOG2: u32 = 9;
-/// Kinds whose pauses are counted. If there are more, all are counted anew.
-const KINDS_MAX: usize = 2048;
 /// Pauses are counted in units, of which the least pause that predicts something has so many: with two seconds, a unit is
 /// a millisecond.
 const PAUSE_LEAST: u64 = 2000;
@@ -41,83 +46,6 @@ pub(super) type NodeAt = (NodeId, u32);
 /// Where an entry is in the table.
 type Place = u32;
 
-/// Conversations of one kind, whose pauses are counted together, have in common: the instance of their namespace, the octave of
-/// their depth, and how often they have come back, up to 3.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub(super) struct Kind {
-    instance: u64,
-    depth: u8,
-    turns: u8,
-}
-
-/// Half octaves of the unit of pauses.
-const STEPS: usize = 48;
-
-/// The pauses of a kind, which older ones enter with less weight.
-#[derive(Clone, Copy, Debug)]
-struct Pauses {
-    steps: [u8; STEPS],
-    /// Conversations that did not come back while they were remembered.
-    never: u8,
-    sum: u8,
-}
-
-impl Default for Pauses {
-    fn default() -> Self {
-        Self {
-            steps: [0; STEPS],
-            never: 0,
-            sum: 0,
-        }
-    }
-}
-
-impl Pauses {
-    const SUM_MAX: u8 = 128;
-    /// Fewer pauses say nothing.
-    const SUM_LEAST: u8 = 16;
-
-    fn note(&mut self, pause: Option<u32>) {
-        let of = pause.map(step_of);
-        let count = of.map_or(&mut self.never, |step| &mut self.steps[step]);
-        *count += 1;
-        self.sum += 1;
-        if self.sum == Self::SUM_MAX {
-            self.steps.iter_mut().for_each(|count| *count /= 2);
-            self.never /= 2;
-            self.sum = self.steps.iter().sum::<u8>() + self.never;
-        }
-    }
-
-    /// The least and the greatest pause of the step, or of the two steps, that have seven eighths of all.
-    fn narrow(&self) -> Option<(u64, u64)> {
-        if self.sum < Self::SUM_LEAST {
-            return None;
-        }
-        let found = |count: usize| {
-            let mut parts = self.steps.windows(count);
-            let sum = |part: &[u8]| part.iter().map(|&of| u32::from(of)).sum::<u32>();
-            let step = parts.position(|part| sum(part) * 8 >= u32::from(self.sum) * 7)?;
-            Some((least_of(step), least_of(step + count)))
-        };
-        found(1).or_else(|| found(2))
-    }
-}
-
-/// The half octave of a pause.
-fn step_of(pause: u32) -> usize {
-    let pause = pause.max(2);
-    let octave = pause.ilog2();
-    let half = pause >> (octave - 1) & 1;
-    ((octave * 2 + half) as usize).min(STEPS - 1)
-}
-
-/// The least pause of a half octave.
-fn least_of(step: usize) -> u64 {
-    let octave = 1u64 << (step / 2);
-    octave + octave / 2 * (step as u64 % 2)
-}
-
 /// When a conversation is expected, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 struct Expectation {
@@ -135,11 +63,13 @@ enum Basis {
     Alike,
     Similar,
     Near,
-    /// By the pauses of its kind.
-    Kind,
+    /// By the pauses after turns with the same end.
+    End,
+    /// By the pauses of other conversations.
+    Other,
 }
 
-const BASES: usize = 4;
+const BASES: usize = 5;
 
 /// After pauses between `least` and `most`, give or take `apart`, the pause after which a conversation is expected is in the
 /// range, in units. `None`: it is too short.
@@ -149,24 +79,53 @@ fn range((least, most): (u64, u64), apart: u64) -> Option<RangeInclusive<u64>> {
     (least >= PAUSE_LEAST).then_some(from..=to)
 }
 
+/// Where a request's chain ends, and what is known of it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ChainEnd {
+    pub(super) end: NodeAt,
+    pub(super) session: SessionId,
+    /// The instance of the namespace.
+    pub(super) instance: u64,
+    /// Distinguishes the chain's first block from others.
+    pub(super) first: u64,
+    /// Hash blocks of the chain.
+    pub(super) depth: u32,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Conversation {
-    end: NodeAt,
-    session: SessionId,
+    chain: ChainEnd,
+    turn_end: TurnEnd,
     /// When it ended or came back last.
     since_ns: u64,
     /// Its last pauses, the latest first; 0: it had none.
     pauses: [u32; 2],
+    /// How the turns before these pauses ended.
+    ends: [TurnEnd; 2],
     /// The last pause was as the two before it.
     is_regular: bool,
     turns: u8,
-    kind: Kind,
     window: Option<Expectation>,
     /// Bytes that were read for its next turn.
     read_bytes: u64,
 }
 
 impl Conversation {
+    /// The kinds that its next pause belongs to, the most particular first.
+    fn kinds(&self) -> [Kind; 3] {
+        let depth = self.chain.depth.max(1).ilog2() as u8;
+        let by = [
+            By::First(self.chain.first, self.turn_end),
+            By::End(self.turn_end),
+            By::Depth(depth),
+        ];
+        by.map(|by| Kind {
+            instance: self.chain.instance,
+            turns: self.turns,
+            by,
+        })
+    }
+
     /// The prediction from its last pauses, if they agree: its basis, after which pause at the least, and the range.
     fn own(&self) -> Option<(Basis, u64, RangeInclusive<u64>)> {
         let [last, before] = self.pauses.map(u64::from);
@@ -217,7 +176,7 @@ pub(super) struct Returns {
     times: BTreeSet<(u64, Place)>,
     /// Those that are to be read, the soonest first.
     expected: BTreeSet<(u64, Place)>,
-    kinds: HashMap<Kind, Pauses>,
+    kinds: Kinds,
     pub(super) reading: Option<ReturnRead>,
     awaited_bytes: u64,
     /// By the basis of the prediction.
@@ -238,7 +197,7 @@ impl Returns {
             table: Vec::new(),
             times: BTreeSet::new(),
             expected: BTreeSet::new(),
-            kinds: HashMap::new(),
+            kinds: Kinds::default(),
             reading: None,
             awaited_bytes: 0,
             credits: [CREDIT_AT_START; BASES],
@@ -254,7 +213,7 @@ impl Returns {
         let from = set_of(node);
         let set = self.nodes.get(from..from + WAYS)?;
         let at = from + set.iter().position(|&of| of == Some(node))?;
-        (self.table[at].end.1 == epoch).then_some(at as Place)
+        (self.table[at].chain.end.1 == epoch).then_some(at as Place)
     }
 
     /// A request has come whose chain ends at `end`. `in_host`: whether its blocks are in the arena.
@@ -282,35 +241,37 @@ impl Returns {
             self.judge(window.basis, is_right, before.read_bytes, counters);
         }
         self.expect(place, None);
-        self.count(before.kind, Some(pause));
+        self.count(&before, Some(pause));
         let of = &mut self.table[place as usize];
         let own = of.own();
         of.is_regular = own.is_some_and(|(.., range)| range.contains(&u64::from(pause)));
         of.pauses = [pause, of.pauses[0]];
+        of.ends = [of.turn_end, of.ends[0]];
         of.turns = of.turns.saturating_add(1).min(3);
         of.since_ns = now_ns;
     }
 
-    /// A request's chain, which ended at `before`, ends at `end` now, in `depth`.
-    pub(super) fn ended(
+    /// A request that goes on has saved blocks: its chain, which ended at `before`, is `chain` now.
+    pub(super) fn saved(
         &mut self,
-        (before, end): (Option<NodeAt>, NodeAt),
-        (session, instance, depth): (SessionId, u64, u32),
+        before: Option<NodeAt>,
+        chain: ChainEnd,
         now_ns: u64,
         counters: &mut Counters,
     ) {
+        let end = chain.end;
         if self.table.is_empty() {
             let places = WAYS << SETS_LOG2;
             self.nodes = vec![None; places];
             self.table = Vec::with_capacity(places);
             let none = Conversation {
-                end,
-                session,
+                chain,
+                turn_end: TurnEnd::UNKNOWN,
                 since_ns: 0,
                 pauses: [0; 2],
+                ends: [TurnEnd::UNKNOWN; 2],
                 is_regular: false,
                 turns: 0,
-                kind: Kind::default(),
                 window: None,
                 read_bytes: 0,
             };
@@ -325,26 +286,32 @@ impl Returns {
             self.nodes[place as usize] = None;
         }
         let place = self.place_for(end, counters);
-        let turns = history.map_or(0, |of| of.turns);
-        let kind = Kind {
-            instance,
-            depth: depth.max(1).ilog2() as u8,
-            turns,
-        };
         self.nodes[place as usize] = Some(end.0);
         self.table[place as usize] = Conversation {
-            end,
-            session,
+            chain,
+            turn_end: TurnEnd::UNKNOWN,
             since_ns: now_ns,
             pauses: history.map_or([0; 2], |of| of.pauses),
+            ends: history.map_or([TurnEnd::UNKNOWN; 2], |of| of.ends),
             is_regular: history.is_some_and(|of| of.is_regular),
-            turns,
-            kind,
+            turns: history.map_or(0, |of| of.turns),
             window: None,
             read_bytes: 0,
         };
-        let window = self.predicted(&self.table[place as usize]);
-        self.expect(place, window);
+    }
+
+    /// The request whose chain ends at `end` has finished: its conversation may be expected from now on.
+    pub(super) fn finished(&mut self, end: NodeAt, turn_end: TurnEnd, now_ns: u64) {
+        let Some(place) = self.find(end) else {
+            return;
+        };
+        let of = &mut self.table[place as usize];
+        // Blocks that were read before are for another request.
+        if of.window.is_none() {
+            (of.turn_end, of.since_ns) = (turn_end, now_ns);
+            let window = self.predicted(&self.table[place as usize]);
+            self.expect(place, window);
+        }
     }
 
     /// The place of a node, whose last entry is settled: its own, a free one, or that of the oldest entry of its set.
@@ -358,21 +325,22 @@ impl Returns {
         let place = at.expect("a set has places") as Place;
         if self.nodes[place as usize].is_some() {
             if own.is_none() {
-                self.count(self.table[place as usize].kind, None);
+                let of = self.table[place as usize];
+                self.count(&of, None);
             }
-            let is_own = self.table[place as usize].end == end;
+            let is_own = self.table[place as usize].chain.end == end;
             self.settle(place, is_own, counters);
         }
         place
     }
 
     fn predicted(&self, of: &Conversation) -> Option<Expectation> {
-        let (basis, least, range) = if of.pauses[1] > 0 {
-            of.own().filter(|_| of.is_regular)?
-        } else {
-            let pauses = self.kinds.get(&of.kind)?.narrow()?;
-            (Basis::Kind, pauses.0, range(pauses, 0)?)
-        };
+        // Own pauses after other ends count for less than those of others after the same end.
+        let is_alike = of.ends == [of.turn_end; 2];
+        let is_own =
+            of.is_regular && (is_alike || !of.kinds().iter().any(|&kind| self.tells(kind)));
+        let own = of.own().filter(|_| is_own);
+        let (basis, least, range) = own.or_else(|| self.predicted_by_kind(of))?;
         let at = |pause: u64| {
             of.since_ns
                 .saturating_add(pause.saturating_mul(self.unit_ns))
@@ -382,6 +350,27 @@ impl Returns {
             expected_ns: at(least),
             to_ns: at(*range.end()),
             basis,
+        })
+    }
+
+    /// Whether the pauses after a turn's end are known.
+    fn tells(&self, kind: Kind) -> bool {
+        kind.names_end() && self.kinds.knows(kind)
+    }
+
+    /// The prediction from the pauses of others. Where the conversation's own pauses say something, those of
+    /// conversations that have only the depth in common say nothing.
+    fn predicted_by_kind(&self, of: &Conversation) -> Option<(Basis, u64, RangeInclusive<u64>)> {
+        let is_young = of.pauses[1] == 0;
+        let kinds = of.kinds();
+        let mut kinds = kinds.iter().filter(|of| is_young || of.names_end());
+        kinds.find_map(|&kind| {
+            let pauses = self.kinds.narrow(kind)?;
+            let basis = match kind.names_end() {
+                true => Basis::End,
+                false => Basis::Other,
+            };
+            Some((basis, pauses.0, range(pauses, 0)?))
         })
     }
 
@@ -423,11 +412,10 @@ impl Returns {
         }
     }
 
-    fn count(&mut self, kind: Kind, pause: Option<u32>) {
-        if self.kinds.len() >= KINDS_MAX && !self.kinds.contains_key(&kind) {
-            self.kinds.clear();
+    fn count(&mut self, of: &Conversation, pause: Option<u32>) {
+        for kind in of.kinds() {
+            self.kinds.count(kind, pause);
         }
-        self.kinds.entry(kind).or_default().note(pause);
     }
 
     /// Notes which conversations are expected now, and which have not come.
@@ -448,7 +436,7 @@ impl Returns {
             }
             // Its history is forgotten.
             self.judge(window.basis, false, of.read_bytes, counters);
-            self.count(of.kind, None);
+            self.count(&of, None);
             self.expect(place, None);
             let of = &mut self.table[place as usize];
             (of.pauses, of.is_regular) = ([0; 2], false);
@@ -459,7 +447,7 @@ impl Returns {
     pub(super) fn next(&self) -> Option<(NodeAt, SessionId)> {
         let &(_, place) = self.expected.first()?;
         let of = &self.table[place as usize];
-        Some((of.end, of.session))
+        Some((of.chain.end, of.chain.session))
     }
 
     /// Whether a conversation is expected, and has yet to be read.
@@ -542,7 +530,7 @@ impl Returns {
                 continue;
             };
             ensure!(
-                of.end.0 == node && self.find(of.end) == Some(place),
+                of.chain.end.0 == node && self.find(of.chain.end) == Some(place),
                 "conversation {node} is not found"
             );
             bytes += of.read_bytes;

@@ -13,6 +13,7 @@ use super::explain::Answered;
 use super::fetch::Planned;
 use super::ids::{RequestId, SessionId, TransferKey};
 use super::requests::{RequestState, Requests};
+use super::returns::NodeAt;
 use super::save_cursor::{BlockOffers, SaveCursor};
 
 /// A client's session.
@@ -23,8 +24,8 @@ pub(super) struct SessionState {
     /// namespace.
     pub(super) is_barred: bool,
     pub(super) requests: HashMap<Box<str>, RequestId>,
-    /// Hash blocks that each request has saved, or found in the index when it saved.
-    pub(super) saved: HashMap<Box<str>, u32>,
+    /// The requests that have saved and have not finished.
+    pub(super) saved: HashMap<Box<str>, Saved>,
     /// See [`SessionSpec::dropped_tokens`].
     dropped_tokens: u32,
     /// See [`NamespaceSpec::alignment_tokens`](undercroft_contract::namespace::NamespaceSpec::alignment_tokens).
@@ -36,6 +37,15 @@ pub(super) struct SessionState {
     /// Its loads and saves under way.
     transfers: TransferSums,
     pub(super) totals: SessionTotals,
+}
+
+/// What a request has saved.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Saved {
+    /// Hash blocks that it has saved, or found in the index when it saved.
+    pub(super) blocks: u32,
+    /// The end of its chain after the last save that has ended.
+    pub(super) end: Option<NodeAt>,
 }
 
 /// Counts of a session's operations since it was opened.
@@ -77,6 +87,17 @@ impl TransferSums {
         } else {
             (&mut self.saves, &mut self.save_bytes)
         }
+    }
+}
+
+impl SessionState {
+    /// A save of a request begins. Returns what the request has saved before; `None`: this is its first save.
+    pub(super) fn begin_saving(&mut self, request: &str) -> Option<Saved> {
+        let before = self.saved.get(request).copied();
+        if before.is_none() {
+            self.saved.insert(request.into(), Saved::default());
+        }
+        before
     }
 }
 

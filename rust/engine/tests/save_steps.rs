@@ -99,3 +99,19 @@ fn a_save_ends_when_the_end_of_its_chain_has_left_the_index() {
     assert!(ends(&mut engine, id, &save));
     assert!(is_unused(&mut engine));
 }
+
+#[test]
+fn a_save_that_ends_after_its_request_leaves_nothing_of_it() {
+    let mut engine = engine();
+    let session = open(&mut engine);
+    let hashes = hashes(3);
+    let save = SaveRequest::new("a", &hashes, Tokens(3 * TOKENS));
+    let id = engine.start_save(session, &save).unwrap();
+    engine.finish_request(session, "a");
+    while let SaveProgress::More(_) = engine.step_save(id, &save, STEP) {}
+    engine.end_transfer(id, true);
+    // The next request of this name finds what the first one has saved.
+    let found = engine.counters().deduplicated_blocks;
+    assert!(engine.begin_save(session, &save).transfer.is_none());
+    assert_eq!(engine.counters().deduplicated_blocks, found + 3);
+}

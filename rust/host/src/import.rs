@@ -254,7 +254,7 @@ impl Importer<'_> {
             while self.session.lookup(&asked).is_pending() && Instant::now() < deadline {
                 sleep(PAUSE);
             }
-            self.session.finish_request("imported");
+            self.session.finish_request("imported".into());
         }
         progress("import", total, total)
     }
@@ -283,7 +283,7 @@ impl Importer<'_> {
             self.save_part(name, chain, (from, to))?;
             from = to;
         }
-        self.session.finish_request(name);
+        self.session.finish_request(name.into());
         Ok(())
     }
 

@@ -18,8 +18,8 @@ use undercroft_contract::namespace::NamespaceSpec;
 use undercroft_contract::panics::contained;
 use undercroft_contract::pending::PendingLookups;
 use undercroft_contract::session::{
-    BlockEvents, GiveUp, Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest, Session, Step,
-    Tokens, TransferId,
+    BlockEvents, Finished, GiveUp, Load, Lookup, LookupRequest, Save, SaveGrant, SaveRequest,
+    Session, Step, Tokens, TransferId,
 };
 use undercroft_io::fork::Unshared;
 use undercroft_io::join_within;
@@ -283,9 +283,9 @@ impl Session for Client {
         self.shared.with(|state| state.give_up(id, reason));
     }
 
-    fn finish_request(&self, request: &str) {
-        self.waits.forget(request);
-        self.shared.with(|state| state.finish_request(request));
+    fn finish_request(&self, finished: Finished<'_>) {
+        self.waits.forget(finished.request);
+        self.shared.with(|state| state.finish_request(finished));
     }
 
     fn hint(&self, request: &HintRequest<'_>) -> HintAnswer {

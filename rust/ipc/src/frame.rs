@@ -16,7 +16,7 @@ use undercroft_contract::session::SessionToken;
 pub const MAGIC: [u8; 4] = *b"UCFT";
 
 /// Version of the protocol. A server also supports the versions in `dialect.rs`.
-pub const VERSION: u16 = 17;
+pub const VERSION: u16 = 18;
 
 /// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 12;
@@ -228,7 +228,7 @@ mod tests {
         let bytes = attach_request(SessionToken(1));
         assert_eq!(
             bytes[..16],
-            *b"UCFT\x11\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
+            *b"UCFT\x12\x00\x01\x00\x10\x00\x00\x00\x01\x00\x00\x00"
         );
     }
 

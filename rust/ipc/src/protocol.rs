@@ -12,7 +12,7 @@ use undercroft_contract::key::{BlockHash, HASH_BYTES_MAX, HashSource};
 use undercroft_contract::namespace::NamespaceSpec;
 use undercroft_contract::session::{
     BlockEvent, Brought, Extent, GiveUp, Offer, Priority, PromotionWait, SaveEnd, SessionToken,
-    Step, Tokens,
+    Step, Tokens, TurnEnd,
 };
 
 use crate::frame::{BODY_BYTES_MAX, FrameError, FrameKind, HEADER_BYTES, Header};
@@ -117,6 +117,8 @@ pub enum ClientMessage<'a> {
     FinishRequest {
         /// The request.
         request: u64,
+        /// How its turn ended.
+        turn_end: TurnEnd,
     },
     /// Workers copy from the extents of the last answer.
     BeginLoad {

@@ -14,7 +14,7 @@ use undercroft_contract::key::BlockHash;
 use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
 use undercroft_contract::session::{
     ArenaOffset, BlockEvent, Brought, EventTier, Extent, GiveUp, Offer, Priority, PromotionWait,
-    SaveEnd, SaveRefusal, SessionToken, Step, Tokens,
+    SaveEnd, SaveRefusal, SessionToken, Step, Tokens, TurnEnd,
 };
 use undercroft_ipc::OperatorRequest;
 use undercroft_ipc::frame::{self, FrameKind};
@@ -101,7 +101,10 @@ fn samples() -> Vec<(String, Vec<u8>)> {
             ],
         },
         ClientMessage::EndLookup { request: 1 },
-        ClientMessage::FinishRequest { request: 1 },
+        ClientMessage::FinishRequest {
+            request: 1,
+            turn_end: TurnEnd(7),
+        },
         ClientMessage::BeginLoad {
             request: 1,
             transfer: 2,

@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 use undercroft_contract::hint::{Hint, HintAnswer, HintRequest};
 use undercroft_contract::session::{
-    BlockEvent, EventTier, GiveUp, LookupRequest, Offer, PromotionWait, SaveRequest, Session, Step,
-    Tokens, TransferId,
+    BlockEvent, EventTier, Finished, GiveUp, LookupRequest, Offer, PromotionWait, SaveRequest,
+    Session, Step, Tokens, TransferId, TurnEnd,
 };
 use undercroft_io::fork::OfProcess;
 
@@ -183,9 +183,15 @@ impl PySession {
         Ok(())
     }
 
-    /// The request has finished or was aborted.
-    fn finish_request(&self, request_id: &str) {
-        self.session.finish_request(request_id);
+    /// The request has finished or was aborted. `turn_end` is the same number for turns whose last tokens are the same; 0: not
+    /// known.
+    #[pyo3(signature = (request_id, turn_end = 0))]
+    fn finish_request(&self, request_id: &str, turn_end: u32) {
+        let turn_end = TurnEnd(turn_end);
+        self.session.finish_request(Finished {
+            request: request_id,
+            turn_end,
+        });
     }
 
     /// Give a hint about a prompt's future use. Returns the outcome, the number of its tokens, and a refusal's reason.

@@ -451,9 +451,9 @@ impl World {
         if self.random.chance(300) {
             state.session.end_lookup(&request.name);
         }
-        state.session.finish_request(&request.name);
+        state.session.finish_request(request.name.as_str().into());
         if self.random.chance(100) {
-            state.session.finish_request(&request.name);
+            state.session.finish_request(request.name.as_str().into());
         }
         self.note(|| format!("finish {}", request.name));
     }

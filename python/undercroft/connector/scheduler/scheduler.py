@@ -22,6 +22,7 @@ from undercroft.connector.scheduler.saves import Saves
 from undercroft.connector.scheduler.shareable import Shareable
 from undercroft.connector.scheduler.single_flight import SingleFlight
 from undercroft.connector.scheduler.steps import Steps
+from undercroft.connector.scheduler.turn_end import turn_end
 from undercroft.connector.scheduler.waiting_loads import WaitingLoads
 
 if TYPE_CHECKING:
@@ -239,11 +240,13 @@ class SchedulerConnector:
         self._single_flight.end(request_id)
         self.lookups.waiting.end(request_id)
         self.lookups.prompt_tokens.gone(request_id)
+        end = 0
         try:
             if state is not None:
                 self.due_saves.finish(state, tables, self._next.jobs)
+            end = turn_end(request)
         finally:
-            self._session.finish_request(request_id)
+            self._session.finish_request(request_id, end)
             if state is not None:
                 self.lookups.tails.drop(state)
 

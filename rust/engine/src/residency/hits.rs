@@ -8,7 +8,7 @@ use undercroft_contract::tier::Tier;
 
 use crate::forest::{DeviceIndex, DiskState, HostState, NONE, NodeId, NsId, Touch};
 use crate::metrics::Counters;
-use crate::policy::sampled_depths;
+use crate::policy::{HIT_CLASSES, sampled_depths};
 use crate::resolve::{may_end_at, resolve_part};
 use crate::slots::slot_offset;
 use crate::work;
@@ -414,6 +414,19 @@ impl Residency {
         if before.last != self.tick {
             let last = self.tick;
             self.set_touch(id, Touch { last, ..before });
+            self.note_touch(id);
+        }
+    }
+
+    /// A hit that ends at a node is expected soon: it counts as one that has been hit often. As a leaf of its own hit class it
+    /// might be the first to go, although it was used last, and the blocks above it would follow at once.
+    pub(crate) fn expect_hit(&mut self, id: NodeId) {
+        let expected = Touch {
+            last: self.tick,
+            hit_class: HIT_CLASSES - 1,
+        };
+        if self.node(id).touch() != expected {
+            self.set_touch(id, expected);
             self.note_touch(id);
         }
     }

@@ -14,7 +14,7 @@ use super::super::fetch::Share;
 use super::super::hints::HintCursor;
 use super::super::ids::{RequestId, SessionId};
 use super::super::pins::PinSpec;
-use super::super::returns::{NodeAt, ReturnRead};
+use super::super::returns::{ChainEnd, NodeAt, ReturnRead};
 use super::engine::Engine;
 
 /// Prefetches that hints have under way at most.
@@ -302,8 +302,13 @@ impl Engine {
 }
 
 impl Engine {
-    /// A save has extended the chain that ended at `before` to `end`: its conversation may come back.
-    pub(super) fn note_end(&mut self, session: SessionId, before: NodeId, end: NodeAt) {
+    /// A save has extended the chain that ended at `before`, and whose first block is `first`, to `end`.
+    pub(super) fn note_saved(
+        &mut self,
+        session: SessionId,
+        before: NodeId,
+        (first, end): (u64, NodeAt),
+    ) {
         let residency = &self.residency;
         let is_there = residency.forest().is_live(end.0, end.1);
         if !self.returns.learns() || residency.disks().is_empty() || !is_there {
@@ -311,10 +316,15 @@ impl Engine {
         }
         let before = (before != NONE).then(|| (before, residency.node(before).epoch));
         let node = residency.node(end.0);
-        let of = (session, self.namespaces.instance(node.ns), node.depth);
-        let now_ns = self.now_ns;
+        let chain = ChainEnd {
+            end,
+            session,
+            instance: self.namespaces.instance(node.ns),
+            first,
+            depth: node.depth,
+        };
         self.returns
-            .ended((before, end), of, now_ns, &mut self.counters);
+            .saved(before, chain, self.now_ns, &mut self.counters);
     }
 
     /// Reads the blocks of conversations that are expected; looks at about `nodes` nodes. A piece is read only while the
@@ -419,7 +429,7 @@ impl Engine {
         let Some(&end) = reading.ends.last() else {
             if reading.renews {
                 // All is in the arena, and is to stay there.
-                self.residency.renew(reading.end.0);
+                self.residency.expect_hit(reading.end.0);
                 self.returns.stays(reading.end, self.now_ns);
             }
             return None;

@@ -5,7 +5,7 @@ use std::cell::Cell;
 
 use undercroft_contract::explain::Reason;
 use undercroft_contract::key::HashSource;
-use undercroft_contract::session::{Hit, Lookup, LookupRequest, Priority, Tokens};
+use undercroft_contract::session::{Finished, Hit, Lookup, LookupRequest, Priority, Tokens};
 
 use crate::forest::{NONE, NodeId, NsId};
 
@@ -230,11 +230,14 @@ impl Engine {
         }
     }
 
-    /// The request has finished or was aborted. Idempotent.
-    pub fn finish_request(&mut self, session: SessionId, request: &str) {
+    /// A request has finished or was aborted. Idempotent.
+    pub fn finish_request<'a>(&mut self, session: SessionId, finished: impl Into<Finished<'a>>) {
+        let Finished { request, turn_end } = finished.into();
         self.end_lookup(session, request);
-        if let Some(state) = self.sessions.get_mut(session) {
-            state.saved.remove(request);
+        let state = self.sessions.get_mut(session);
+        let saved = state.and_then(|state| state.saved.remove(request));
+        if let Some(end) = saved.and_then(|saved| saved.end) {
+            self.returns.finished(end, turn_end, self.now_ns);
         }
     }
 

@@ -9,7 +9,7 @@ use undercroft_contract::explain::Reason;
 use undercroft_contract::key::{BlockHash, HashSource};
 use undercroft_contract::namespace::GroupKind;
 use undercroft_contract::session::{
-    Offer, SaveEnd, SaveRefusal, SaveRequest, Tokens, TransferId, append_extents,
+    Offer, SaveEnd, SaveRefusal, SaveRequest, Tokens, TransferId, TurnEnd, append_extents,
 };
 
 use crate::forest::{DiskState, HostState, NONE, NodeId};
@@ -81,15 +81,15 @@ impl Engine {
 
     /// Starts a save, for [`Engine::step_save`]. `None` if there is no such session, or the engine drains.
     pub fn start_save(&mut self, session: SessionId, save: &SaveRequest<'_>) -> Option<TransferId> {
-        let state = self.sessions.get(session)?;
+        let state = self.sessions.get_mut(session)?;
         if self.draining || state.is_barred {
             return None;
         }
         self.residency.allow_page_moves(self.config.visits / 2);
         self.residency.allow_rest(self.config.tells);
         // Blocks that this request has saved or found before are not counted as found again.
-        let before = state.saved.get(save.request).copied();
-        let known = before.unwrap_or(0);
+        let before = state.begin_saving(save.request);
+        let known = before.map_or(0, |of| of.blocks);
         let (ns, request) = (state.ns, state.requests.get(save.request).copied());
         let tokens = save.tokens.0 / self.residency.hash_block_size(ns);
         let hash_blocks = (tokens as usize).min(save.hashes.len()) as u32;
@@ -274,6 +274,7 @@ impl Engine {
             cursor,
             payloads,
             tail,
+            hashes,
             ..
         } = plan;
         let extents = self.residency.extents(&payloads);
@@ -291,15 +292,21 @@ impl Engine {
         if is_empty {
             self.sessions.end_transfer(key, false);
         }
-        if cursor.end.tokens > Tokens(0) {
-            self.note_end(session, cursor.gaps.anchor, tail);
-        }
         if let Some(id) = self.sessions.request_id(session, request) {
             self.sessions.requests[id].offers = blocks;
         }
-        if let Some(state) = self.sessions.get_mut(session) {
-            let saved = state.saved.entry(request.into()).or_insert(0);
-            *saved = (*saved).max(here);
+        let end = (cursor.end.tokens > Tokens(0)).then_some(tail);
+        if let Some(end) = end {
+            let first = hashes.get(0).map_or(0, |first| first.fingerprint());
+            self.note_saved(session, cursor.gaps.anchor, (first, end));
+        }
+        let state = self.sessions.get_mut(session);
+        if let Some(saved) = state.and_then(|state| state.saved.get_mut(request)) {
+            saved.blocks = saved.blocks.max(here);
+            saved.end = end.or(saved.end);
+        } else if let Some(end) = end {
+            // The request finished before its last save.
+            self.returns.finished(end, TurnEnd::UNKNOWN, self.now_ns);
         }
         let lacks = merged(&cursor.end.lacks);
         let end = SaveEnd {

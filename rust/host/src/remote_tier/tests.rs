@@ -112,7 +112,7 @@ impl Host {
             }
         }
         self.session.end_transfer(grant.id, true);
-        self.session.finish_request("save");
+        self.session.finish_request("save".into());
         let saved = grant.extents.iter().map(|extent| extent.offsets.len());
         saved.sum()
     }
@@ -135,7 +135,7 @@ impl Host {
                 Lookup::Pending { .. } => assert!(Instant::now() < end, "a lookup without end"),
                 Lookup::Hit(hit) => break hit,
                 Lookup::Miss { .. } => {
-                    self.session.finish_request("load");
+                    self.session.finish_request("load".into());
                     return 0;
                 }
             }
@@ -159,7 +159,7 @@ impl Host {
             }
         }
         self.session.end_transfer(load.id, true);
-        self.session.finish_request("load");
+        self.session.finish_request("load".into());
         hit.tokens.0
     }
 }

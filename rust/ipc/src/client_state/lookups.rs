@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use undercroft_contract::explain::{Reason, Rest};
 use undercroft_contract::key::HashSource;
-use undercroft_contract::session::{Hit, Lookup, LookupRequest, Priority, Step, Tokens};
+use undercroft_contract::session::{Finished, Hit, Lookup, LookupRequest, Priority, Step, Tokens};
 
 use super::{ClientRequest, ClientState, Polled, Stage};
 use crate::protocol::{
@@ -129,10 +129,13 @@ impl ClientState {
     }
 
     /// The request has finished. Idempotent.
-    pub(crate) fn finish_request(&mut self, name: &str) {
-        if let Some(state) = self.requests.remove(name) {
+    pub(crate) fn finish_request(&mut self, finished: Finished<'_>) {
+        if let Some(state) = self.requests.remove(finished.request) {
             self.names.remove(&state.id);
-            self.send(&ClientMessage::FinishRequest { request: state.id });
+            self.send(&ClientMessage::FinishRequest {
+                request: state.id,
+                turn_end: finished.turn_end,
+            });
         }
     }
 
@@ -167,7 +170,7 @@ impl ClientState {
                 return Some((request.id, request.known));
             }
             // This is another prompt under the same name.
-            self.finish_request(name);
+            self.finish_request(name.into());
         }
         if self.requests.len() >= REQUESTS_MAX {
             return None;

@@ -189,8 +189,8 @@ impl ServedSessions {
                 driver.enter(|engine| engine.report_steps(session.id, &steps));
             }
             ClientMessage::EndLookup { request } => session.end_lookup(driver, request, budgets),
-            ClientMessage::FinishRequest { request } => {
-                session.finish_request(driver, request, budgets);
+            ClientMessage::FinishRequest { request, turn_end } => {
+                session.finish_request(driver, (request, turn_end), budgets);
             }
             ClientMessage::BeginLoad {
                 request,

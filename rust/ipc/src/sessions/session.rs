@@ -9,7 +9,9 @@ use std::sync::Arc;
 
 use undercroft_contract::explain::Rest;
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::session::{BlockEvents, GiveUp, Priority, Tokens, TransferEnd};
+use undercroft_contract::session::{
+    BlockEvents, Finished, GiveUp, Priority, Tokens, TransferEnd, TurnEnd,
+};
 use undercroft_driver::{Driver, EngineAccess};
 use undercroft_engine::Engine;
 
@@ -356,11 +358,18 @@ impl ServedSession {
         }
     }
 
-    pub(super) fn finish_request(&mut self, driver: &Driver, request: u64, budgets: &mut Budgets) {
+    pub(super) fn finish_request(
+        &mut self,
+        driver: &Driver,
+        (request, turn_end): (u64, TurnEnd),
+        budgets: &mut Budgets,
+    ) {
         self.forget_pending(request);
         if let Some(mut state) = self.requests.remove(&request) {
             self.forget(&state, budgets);
-            driver.enter(|engine| engine.finish_request(self.id, &state.name));
+            let request = &*state.name;
+            let finished = Finished { request, turn_end };
+            driver.enter(|engine| engine.finish_request(self.id, finished));
             self.let_go(state.held.take(), budgets);
         }
     }

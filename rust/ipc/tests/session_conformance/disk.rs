@@ -165,7 +165,7 @@ pub(crate) fn lookups_that_a_caller_has_ended_are_no_waits(of: Implementation) {
         pend(&rig, &*session, &LookupRequest::new(name, &prompt));
     }
     session.end_lookup("ended");
-    session.finish_request("finished");
+    session.finish_request("finished".into());
     assert_eq!(session.ended_waits(), []);
     let broken: Option<()> = rig.driver.enter(|_| panic!("the test breaks the engine"));
     assert_eq!(broken, None);

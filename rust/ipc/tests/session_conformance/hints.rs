@@ -38,13 +38,13 @@ fn give(session: &dyn Session, prompt: u8, blocks: u32, hint: &Hint) -> HintAnsw
         max: tokens(blocks),
         hint,
     });
-    session.finish_request(&request);
+    session.finish_request(request.as_str().into());
     answer
 }
 
 fn found(session: &dyn Session, prompt: u8, blocks: u32) -> Lookup {
     let found = look_up(session, "r", &hashes(prompt, blocks));
-    session.finish_request("r");
+    session.finish_request("r".into());
     found
 }
 

@@ -32,7 +32,7 @@ pub(crate) fn an_answer_says_why_it_has_no_more(of: Implementation) {
     rig.save(&*session, 1, 8);
     look_up(&*session, "whole", &hashes(1, 8));
     assert_eq!(reason("whole"), Some(Reason::Complete));
-    session.finish_request("whole");
+    session.finish_request("whole".into());
     rig.evict_all();
     until("it is told as evicted", || {
         look_up(&*session, "r", &hashes(1, 8));
@@ -169,7 +169,7 @@ pub(crate) fn a_lookup_that_has_ended_leases_nothing(of: Implementation) {
         assert_eq!(look_up(&*session, "r", &hashes(prompt, 8)), hit(8, 8));
         for _ in 0..2 {
             if finish {
-                session.finish_request("r");
+                session.finish_request("r".into());
             } else {
                 session.end_lookup("r");
             }
@@ -188,7 +188,7 @@ pub(crate) fn requests_that_are_unknown_are_ignored(of: Implementation) {
     rig.save(&*session, 1, 8);
     assert_eq!(look_up(&*session, "r", &hashes(1, 8)), hit(8, 8));
     session.end_lookup("nobody");
-    session.finish_request("nobody");
+    session.finish_request("nobody".into());
     assert!(session.wait("nobody", PATIENCE), "it is not pending");
     assert_eq!(session.begin_load("nobody", tokens(0), tokens(8)), None);
     assert!(session.begin_load("r", tokens(0), tokens(8)).is_some());
@@ -224,7 +224,7 @@ pub(crate) fn a_closed_session_keeps_nothing_and_finds_nothing(of: Implementatio
         Save::Pending(id) => panic!("{id:?} is never granted"),
     }
     session.end_lookup("r");
-    session.finish_request("r");
+    session.finish_request("r".into());
     assert_eq!(rig.in_use(), [0; 5]);
 }
 

@@ -223,7 +223,7 @@ impl SessionRig {
         self.syncs.set(self.syncs.get() + 1);
         let name = format!("sync {}", self.syncs.get());
         assert_eq!(look_up(session, &name, &hashes(0, 1)), miss(0));
-        session.finish_request(&name);
+        session.finish_request(name.as_str().into());
     }
 
     /// Saves the first blocks of a prompt.
@@ -234,7 +234,7 @@ impl SessionRig {
             prompt,
             &SaveRequest::new("save", &hashes, tokens(blocks)),
         );
-        session.finish_request("save");
+        session.finish_request("save".into());
         self.sync(session);
     }
 

@@ -83,8 +83,8 @@ pub(crate) fn a_load_continues_when_its_request_has_finished(of: Implementation)
     rig.save(&*session, 1, 32);
     assert_eq!(look_up(&*session, "r", &hashes(1, 32)), hit(32, 32));
     let load = session.begin_load("r", tokens(0), tokens(32)).unwrap();
-    session.finish_request("r");
-    session.finish_request("r");
+    session.finish_request("r".into());
+    session.finish_request("r".into());
     rig.sync(&*session);
     rig.evict_all();
     assert!(rig.holds(&load.extents, 1));

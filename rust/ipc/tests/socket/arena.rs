@@ -183,11 +183,11 @@ fn answers_that_are_wrong_are_named() {
             "not an undercroft socket",
         ),
         (
-            b"UCFT\x12\x00\x02\x00\x10\x00\x00\x000123456789abcdef",
-            "protocol version 18",
+            b"UCFT\x13\x00\x02\x00\x10\x00\x00\x000123456789abcdef",
+            "protocol version 19",
         ),
         (
-            b"UCFT\x11\x00\x02\x00\x10\x00\x00\x000123456789abcdef",
+            b"UCFT\x12\x00\x02\x00\x10\x00\x00\x000123456789abcdef",
             "without handing over",
         ),
         (b"UCFT", "without handing over"),

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use rustix::net::{RecvFlags, recv};
 use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_contract::session::{LookupRequest, Priority, Save, SaveRequest, Session, Tokens};
+use undercroft_contract::session::{
+    LookupRequest, Priority, Save, SaveRequest, Session, Tokens, TurnEnd,
+};
 use undercroft_driver::EngineAccess;
 use undercroft_ipc::protocol::{
     ClientMessage, HashRun, LookupAnswer, LookupMessage, OFFERS_MAX, SaveMessage, ServerMessage,
@@ -277,7 +279,10 @@ fn a_new_request_beyond_a_clients_share_is_a_miss_until_it_ends() {
     assert_eq!(bytes_of_sessions(), before, "they take nothing");
     // With the end of a long request there is room again, also for the number of a request without room.
     for request in [100, 101, 200] {
-        greedy.say(&ClientMessage::FinishRequest { request });
+        greedy.say(&ClientMessage::FinishRequest {
+            request,
+            turn_end: TurnEnd::UNKNOWN,
+        });
     }
     greedy.lookup(200, &prompt);
     assert!(matches!(
@@ -319,7 +324,10 @@ fn save_all(raw: &mut Raw, request: u64, prompt: &[undercroft_contract::key::Blo
         transfer: request,
         ok: true,
     });
-    raw.say(&ClientMessage::FinishRequest { request });
+    raw.say(&ClientMessage::FinishRequest {
+        request,
+        turn_end: TurnEnd::UNKNOWN,
+    });
     saved
 }
 
@@ -393,7 +401,10 @@ fn a_client_that_never_ends_its_hits_and_loads_leaves_memory_to_others() {
                 transfer: 1000 + request,
                 ok: true,
             });
-            greedy.say(&ClientMessage::FinishRequest { request });
+            greedy.say(&ClientMessage::FinishRequest {
+                request,
+                turn_end: TurnEnd::UNKNOWN,
+            });
         }
         assert!(greedy.is_served());
         until("the status says so", || {
@@ -592,7 +603,7 @@ fn a_long_prompt_is_saved_and_loaded_as_a_whole() {
         rig.driver.enter(|engine| engine.gauges().loads) == Some(1)
     });
     client.end_transfer(load.id, true);
-    client.finish_request("r");
-    client.finish_request("s");
+    client.finish_request("r".into());
+    client.finish_request("s".into());
     until("nothing is left", || rig.in_use() == [0; 4]);
 }

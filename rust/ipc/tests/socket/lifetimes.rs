@@ -5,7 +5,7 @@ use std::net::Shutdown;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::session::{Session, SessionToken, Tokens};
+use undercroft_contract::session::{Session, SessionToken, Tokens, TurnEnd};
 use undercroft_driver::EngineAccess;
 use undercroft_ipc::frame::attach_request;
 use undercroft_ipc::protocol::{
@@ -224,7 +224,7 @@ fn a_session_that_was_reset_and_the_others_do_not_find_each_others_blocks() {
             found = lookup(client, name, prompt);
             found.is_some()
         });
-        client.finish_request(name);
+        client.finish_request(name.into());
         found.unwrap()
     };
     let (before, after, theirs) = (hashes(1, 4), hashes(2, 4), hashes(3, 4));
@@ -295,7 +295,10 @@ fn no_session_ends_transfers_of_another() {
     let (mut other, _) = Raw::registered(&socket);
     other.say(&end(70));
     other.say(&end(80));
-    other.say(&ClientMessage::FinishRequest { request: 7 });
+    other.say(&ClientMessage::FinishRequest {
+        request: 7,
+        turn_end: TurnEnd::UNKNOWN,
+    });
     assert!(other.is_served());
     assert_eq!(rig.in_use()[1..3], [1, 1]);
     assert_eq!(
@@ -317,7 +320,10 @@ fn a_load_continues_although_its_prefix_was_dropped() {
         raw.hear();
         rig.driver.enter(|engine| engine.counters().saved_blocks) == Some(4)
     });
-    raw.say(&ClientMessage::FinishRequest { request: 7 });
+    raw.say(&ClientMessage::FinishRequest {
+        request: 7,
+        turn_end: TurnEnd::UNKNOWN,
+    });
     raw.lookup(7, &prompt);
     let told = hit(&mut raw);
     assert!(writer.reset(PATIENCE));
@@ -327,7 +333,10 @@ fn a_load_continues_although_its_prefix_was_dropped() {
         computed: Tokens(0),
         external: Tokens(64),
     });
-    raw.say(&ClientMessage::FinishRequest { request: 7 });
+    raw.say(&ClientMessage::FinishRequest {
+        request: 7,
+        turn_end: TurnEnd::UNKNOWN,
+    });
     assert!(raw.is_served());
     // The slots that the answer named are not given to another request.
     assert_eq!(rig.in_use()[1], 1);

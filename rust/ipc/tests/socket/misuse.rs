@@ -4,7 +4,7 @@ use std::io::Write;
 
 use undercroft_contract::hint::Hint;
 use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_contract::session::{Offer, Priority, Step, Tokens};
+use undercroft_contract::session::{Offer, Priority, Step, Tokens, TurnEnd};
 use undercroft_ipc::frame::{BODY_BYTES_MAX, FrameKind, Header};
 use undercroft_ipc::protocol::{
     ClientMessage, HashRun, HintMessage, LookupMessage, SaveMessage, ServerMessage,
@@ -115,7 +115,10 @@ fn ends_of_unknown_transfers_and_requests_are_ignored() {
         queued: Tokens(0),
     });
     raw.say(&ClientMessage::EndLookup { request: 1 });
-    raw.say(&ClientMessage::FinishRequest { request: 1 });
+    raw.say(&ClientMessage::FinishRequest {
+        request: 1,
+        turn_end: TurnEnd::UNKNOWN,
+    });
     assert!(raw.is_served());
     assert_eq!(rig.server.counters().malformed, 0);
 }
@@ -234,7 +237,10 @@ impl Numbers {
             },
             8 => {
                 self.known[request as usize] = 0;
-                ClientMessage::FinishRequest { request }
+                ClientMessage::FinishRequest {
+                    request,
+                    turn_end: TurnEnd::UNKNOWN,
+                }
             }
             9 => ClientMessage::EndLookup { request },
             10 => ClientMessage::Hint(HintMessage {

@@ -162,7 +162,7 @@ pub(crate) fn save(rig: &Rig, client: &Client, request: &str, hashes: &[BlockHas
         }
     }
     client.end_transfer(id, true);
-    client.finish_request(request);
+    client.finish_request(request.into());
 }
 
 /// Asks for all that is cached of a prompt.

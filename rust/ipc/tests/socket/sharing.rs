@@ -49,7 +49,7 @@ fn one_client_loads_blocks_that_another_saves() {
         );
     }
     until("the load keeps its slots", || rig.in_use()[1] == 1);
-    reader.finish_request("r");
+    reader.finish_request("r".into());
     reader.end_transfer(id, true);
     until("nothing is left", || rig.in_use() == [0; 4]);
 }
@@ -82,7 +82,7 @@ fn an_answer_from_disk_is_pending_and_wakes_the_caller_that_waits() {
         rig.driver.enter(|engine| engine.counters().disk_reads),
         Some(8)
     );
-    reader.finish_request("r");
+    reader.finish_request("r".into());
     until("nothing is left", || rig.in_use() == [0; 4]);
 }
 

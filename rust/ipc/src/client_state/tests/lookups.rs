@@ -59,14 +59,14 @@ fn fewer_device_tokens_or_a_longer_prompt_void_an_answer_and_repeat_the_lookup()
 fn a_name_that_is_used_again_is_another_request() {
     let mut rig = StateRig::new();
     rig.poll("a", 0, 128);
-    rig.state.finish_request("a");
-    rig.state.finish_request("a");
+    rig.state.finish_request("a".into());
+    rig.state.finish_request("a".into());
     assert_eq!(rig.poll("a", 0, 128), Seen::Soon);
     assert_eq!(
         rig.sent(),
         [
             "lookup 2.1 0+8 computed 0",
-            "FinishRequest { request: 2 }",
+            "FinishRequest { request: 2, turn_end: TurnEnd(0) }",
             "lookup 3.1 0+8 computed 0",
         ]
     );

@@ -158,7 +158,7 @@ fn more_requests_than_a_session_may_have_are_misses() {
     assert_eq!(rig.poll("one more", 0, 128), Seen::Ready(0));
     let save = rig.begin_save("one more", &hashes(8));
     assert_eq!((save, rig.sent()), (None, Vec::new()));
-    rig.state.finish_request("7");
+    rig.state.finish_request("7".into());
     assert_eq!(rig.poll("one more", 0, 128), Seen::Soon);
 }
 
