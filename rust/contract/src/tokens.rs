@@ -13,10 +13,10 @@ pub struct Tokens(pub u32);
 pub struct TurnEnd(pub u32);
 
 impl TurnEnd {
-    /// Nobody has said how the turn ended.
+    /// It is not known how the turn ended.
     pub const UNKNOWN: Self = Self(0);
 
-    /// Whether somebody has.
+    /// Whether it is known.
     pub fn is_known(self) -> bool {
         self != Self::UNKNOWN
     }

@@ -39,7 +39,7 @@ pub(super) struct SessionState {
     pub(super) totals: SessionTotals,
 }
 
-/// What a request has saved.
+/// The blocks that a request has saved.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Saved {
     /// Hash blocks that it has saved, or found in the index when it saved.
@@ -91,7 +91,7 @@ impl TransferSums {
 }
 
 impl SessionState {
-    /// A save of a request begins. Returns what the request has saved before; `None`: this is its first save.
+    /// A save of a request begins. Returns the blocks that the request has saved before; `None`: this is its first save.
     pub(super) fn begin_saving(&mut self, request: &str) -> Option<Saved> {
         let before = self.saved.get(request).copied();
         if before.is_none() {

@@ -110,7 +110,7 @@ fn a_save_that_ends_after_its_request_leaves_nothing_of_it() {
     engine.finish_request(session, "a");
     while let SaveProgress::More(_) = engine.step_save(id, &save, STEP) {}
     engine.end_transfer(id, true);
-    // The next request of this name finds what the first one has saved.
+    // The next request of this name finds the blocks of the first one.
     let found = engine.counters().deduplicated_blocks;
     assert!(engine.begin_save(session, &save).transfer.is_none());
     assert_eq!(engine.counters().deduplicated_blocks, found + 3);

@@ -6,7 +6,7 @@ use undercroft_contract::session::TurnEnd;
 const WAYS: usize = 8;
 const SETS_LOG2: u32 = 8;
 
-/// What conversations have in common: the instance of their namespace, how often they have come back, up to 3, and more.
+/// The common traits of conversations: the instance of their namespace, how often they have come back, up to 3, and more.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kind {
     pub(super) instance: u64,
@@ -85,7 +85,7 @@ impl Pauses {
             self.never /= 2;
             self.sum = self.steps.iter().sum::<u8>() + self.never;
         }
-        // A new kind outlasts the next few, which else would replace each other beside kinds that nobody counts any more.
+        // A new kind outlasts the next few, which else would replace each other beside kinds that are not counted any more.
         self.credit = self.sum + WAYS as u8;
     }
 

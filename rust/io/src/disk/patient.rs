@@ -59,10 +59,10 @@ pub fn open_within(
     })
 }
 
-/// Like [`examine`](super::open::examine), on a thread of its own.
+/// Like [`examine`], on a thread of its own.
 ///
 /// # Errors
-/// As [`examine`](super::open::examine), and [`StoreError::Hangs`].
+/// As [`examine`], and [`StoreError::Hangs`].
 pub fn examine_within(
     path: &Path,
     options: StoreOptions,
