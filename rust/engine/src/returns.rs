@@ -1,10 +1,11 @@
 //! When conversations come back: their pauses, and which of them are to be in the arena soon.
 //!
-//! A conversation is known by the last node of its chain. It ends with a save, and comes back when a request's chain ends
-//! at that node. Its next pause is predicted from its own last pauses if these agree and the last one was as predicted. If
-//! they do not, the pauses decide that followed turns with the same end, as after a tool call; if it has had fewer than two, those
-//! of conversations with the same first block, or of the same depth, too: in each case if nearly all are alike. Where pauses are random, nothing is predicted:
-//! the order of eviction keeps the blocks used last.
+//! A conversation is known by the last node of its chain. It ends with a save, and comes back when a request's chain
+//! ends at that node. Its next pause is predicted from its own last pauses if these agree and the last one was as
+//! predicted. If they do not, the pauses decide that followed turns with the same end, as after a tool call, and those
+//! after the same first block before others; if it has had fewer than two, also those of conversations of the same
+//! depth: if nearly all of a kind are alike. Where pauses are random, nothing is predicted: the order of eviction keeps
+//! the blocks used last.
 //!
 //! Everything is bounded: a table of a fixed size, in which the oldest of eight gives way; a fixed number of kinds. Nodes
 //! may be gone: an entry has its node's epoch. All that was learned is lost with the process.
@@ -112,16 +113,17 @@ struct Conversation {
 
 impl Conversation {
     /// The kinds that its next pause belongs to, the most particular first.
-    fn kinds(&self) -> [Kind; 3] {
-        let depth = self.chain.depth.max(1).ilog2() as u8;
+    fn kinds(&self) -> impl Iterator<Item = Kind> {
+        let (instance, turns) = (self.chain.instance, self.turns);
+        let end = Some(self.turn_end).filter(|end| end.is_known());
         let by = [
-            By::First(self.chain.first, self.turn_end),
-            By::End(self.turn_end),
-            By::Depth(depth),
+            Some(By::First(self.chain.first, self.turn_end)),
+            end.map(By::End),
+            Some(By::Depth(self.chain.depth.max(1).ilog2() as u8)),
         ];
-        by.map(|by| Kind {
-            instance: self.chain.instance,
-            turns: self.turns,
+        by.into_iter().flatten().map(move |by| Kind {
+            instance,
+            turns,
             by,
         })
     }
@@ -337,8 +339,7 @@ impl Returns {
     fn predicted(&self, of: &Conversation) -> Option<Expectation> {
         // Own pauses after other ends count for less than those of others after the same end.
         let is_alike = of.ends == [of.turn_end; 2];
-        let is_own =
-            of.is_regular && (is_alike || !of.kinds().iter().any(|&kind| self.tells(kind)));
+        let is_own = of.is_regular && (is_alike || !of.kinds().any(|kind| self.tells(kind)));
         let own = of.own().filter(|_| is_own);
         let (basis, least, range) = own.or_else(|| self.predicted_by_kind(of))?;
         let at = |pause: u64| {
@@ -362,16 +363,15 @@ impl Returns {
     /// conversations that have only the depth in common say nothing.
     fn predicted_by_kind(&self, of: &Conversation) -> Option<(Basis, u64, RangeInclusive<u64>)> {
         let is_young = of.pauses[1] == 0;
-        let kinds = of.kinds();
-        let mut kinds = kinds.iter().filter(|of| is_young || of.names_end());
-        kinds.find_map(|&kind| {
-            let pauses = self.kinds.narrow(kind)?;
-            let basis = match kind.names_end() {
-                true => Basis::End,
-                false => Basis::Other,
-            };
-            Some((basis, pauses.0, range(pauses, 0)?))
-        })
+        let mut kinds = of.kinds().filter(|of| is_young || of.names_end());
+        // The most particular kind decides, also that nothing is predicted.
+        let kind = kinds.find(|&kind| self.kinds.knows(kind))?;
+        let pauses = self.kinds.narrow(kind)?;
+        let basis = match kind.names_end() {
+            true => Basis::End,
+            false => Basis::Other,
+        };
+        Some((basis, pauses.0, range(pauses, 0)?))
     }
 
     /// Changes when a conversation is expected. Bytes read for it do not count any more.
