@@ -57,6 +57,30 @@ def test_a_server_starts_without_a_directory_that_hangs_or_refuses_to(
     assert "choose another disk_path" in output
 
 
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_directory_in_use_is_named_although_its_filesystem_is_frozen(tmp_path: Path) -> None:
+    # Else the second process would go on without the first one's cache, and take the directory when that ends.
+    with freezable(tmp_path / "filesystem") as filesystem:
+        disk = ["--disk-path", str(filesystem / "cache"), "--disk-capacity", "64MiB"]
+        sizes = ["--host-memory", "64MiB", "--on-disk-error", "refuse"]
+        with ServeProcess(tmp_path / "first", *disk) as first:
+            with frozen(filesystem):
+                second = subprocess.Popen(
+                    [*COMMAND, "serve", "--socket", str(tmp_path / "second"), *disk, *sizes],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                assert second.stdout is not None
+                output = next(
+                    line for line in iter(second.stdout.readline, "") if "disk_path" in line or "ready" in line
+                )
+            second.kill()
+            second.wait()
+            assert f"process {first.process.pid}" in output and "in use" in output, output
+
+
 def test_work_on_a_file_that_hangs_is_given_up_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -95,7 +95,7 @@ def test_writes_that_hang_hold_up_no_end(
             one.close()
             took = time.monotonic() - began
         lost = next(line for line in caplog.messages if "before its disks had taken all blocks" in line)
-        assert re.search(r"(MiB that waited|[1-9]\d* writes that had begun)", lost), lost
+        assert re.search(r"(MiB that waited|[1-9]\d* operations that had begun)", lost), lost
         # For pending writes, for a disk that answers, and for the hourly sums.
         assert took < 10 + 5 + 2 + 5, took
         second = started(engine, llama, filesystem)

@@ -15,8 +15,8 @@ pub(crate) fn lost(engine: &Engine) -> Option<String> {
     is_lost.then(|| {
         let waiting = Bytes(waiting);
         format!(
-            "undercroft: the engine ended before its disks had taken all blocks: {waiting} that waited, and {writing} \
-             writes that had begun, are lost. vLLM computes these blocks again after a restart"
+            "undercroft: the engine ended before its disks had taken all blocks: {waiting} that waited are lost, \
+             and perhaps the writes of {writing} operations that had begun. Lost blocks are computed again when they are needed"
         )
     })
 }

@@ -16,8 +16,9 @@ use crate::{Connection, EngineHost};
 /// Longest wait of a registration for a server: a server that runs answers at once.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Longest wait of a registration for the owner of a directory, which may still be opening the directory.
-pub(crate) const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest wait for a directory that is in use, and longest wait of a registration for its owner. Both together are longer than
+/// the owner waits for another directory, which may hang.
+pub(crate) const OWNER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The engine of another process. It does nothing before [`EngineHost::register`].
 pub struct RemoteHost {

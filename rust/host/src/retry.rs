@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use undercroft_driver::Driver;
-use undercroft_io::disk::open::open;
+use undercroft_io::disk::open::open_if;
 
 use crate::directories::{DirectoryState, OpenDirectory};
 use crate::random::random;
@@ -107,7 +107,8 @@ fn try_again(shared: &SharedDirectories, driver: &Driver) -> bool {
     for (index, path, options) in waiting {
         let at = usize::from(index);
         // This runs without the lock: a failing disk may answer late.
-        let opened = open(&path, options, random());
+        let is_wanted = || !shared.lock().stopped;
+        let opened = open_if(&path, options, random(), is_wanted);
         if shared.lock().stopped {
             // The next engine may use the directory's blocks.
             return true;

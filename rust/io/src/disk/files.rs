@@ -204,9 +204,20 @@ pub(super) fn take_lock(path: &Path) -> Result<Unshared<File>, StoreError> {
     let mut lock = Unshared::new(File::from(open_to_write(path, LOCK, true)?));
     rustix::fs::flock(lock.as_fd(), FlockOperation::NonBlockingLockExclusive)
         .map_err(|errno| not_locked(path, errno, &mut lock))?;
-    write_owner(&lock, None).map_err(failed(path, "write the lock file"))?;
+    // A write that is in memory only says nothing of the device.
+    let written = write_owner(&lock, None).and_then(|()| lock.sync_all());
+    written.map_err(failed(path, "write the lock file"))?;
     note("lock", LOCK);
     Ok(lock)
+}
+
+/// Fails if another process has the directory locked, which a frozen filesystem still answers. The next look reports any
+/// other failure.
+pub(super) fn refuse_in_use(path: &Path) -> Result<(), StoreError> {
+    match lock_owner(path) {
+        Err(in_use @ StoreError::InUse { .. }) => Err(in_use),
+        _ => Ok(()),
+    }
 }
 
 /// Fails with the process that has the directory locked, if there is one. Changes nothing.

@@ -256,17 +256,21 @@ pub fn open(
     options: impl Into<StoreOptions>,
     store_id: u64,
 ) -> Result<Directory, StoreError> {
-    open_if(path, options.into(), store_id, || Ok(()))
+    open_if(path, options.into(), store_id, || true)
 }
 
-/// Like [`open`]. Calls `is_wanted` when the directory is locked and the filesystem has taken a write, before anything
-/// that may take long, and ends with its error.
-pub(super) fn open_if(
+/// Like [`open`]. Asks `is_wanted` when the directory is locked and the filesystem has taken a write, before anything
+/// that changes a store or may take long: the caller may have given the directory up.
+///
+/// # Errors
+/// As [`open`], and an error that nothing reads if the directory is not wanted.
+pub fn open_if(
     path: &Path,
     options: StoreOptions,
     store_id: u64,
-    is_wanted: impl FnOnce() -> Result<(), StoreError>,
+    is_wanted: impl FnOnce() -> bool,
 ) -> Result<Directory, StoreError> {
+    files::refuse_in_use(path)?;
     let of_way = way::check(path)?;
     files::make(path)?;
     files::check_owner(path)?;
@@ -275,7 +279,10 @@ pub(super) fn open_if(
     fs::set_permissions(path, fs::Permissions::from_mode(0o700))
         .map_err(failed(path, "make it private"))?;
     let lock = Arc::new(files::take_lock(path)?);
-    is_wanted()?;
+    if !is_wanted() {
+        let given_up = std::io::ErrorKind::Interrupted.into();
+        return Err(failed(path, "open it")(given_up));
+    }
     // The second look, under the lock: another process may have made a store, used it and ended.
     let found = files::find(path, options.encrypted)?;
     let (sizing, mut notes) = plan(path, found, options)?;
