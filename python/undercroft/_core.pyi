@@ -258,9 +258,12 @@ class Engine:
         """End the session with a server. For an engine of this process: finish writes in flight (bounded), stop the
         threads and release the directories. Idempotent; nothing in a forked child, which has none of these."""
 
-def take_log(timeout_s: float = 0.0) -> list[tuple[str, str]]:
+def take_log() -> list[tuple[str, str]]:
     """The lines for the log since the last call, in order, each with its level ("info" or "warning"). They are those of
-    all engines of this process. Waits at most ``timeout_s`` seconds for the first (GIL released)."""
+    all engines of this process."""
+
+def wait_log(timeout_s: float) -> None:
+    """Wait at most ``timeout_s`` seconds for lines for the log, and leave them for `take_log` (GIL released)."""
 
 def operate(socket: str, operation: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
     """Let the engine at ``socket`` carry out an operation, and return the answer. Raises ServerError.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import threading
 import time
 import traceback
@@ -64,6 +65,7 @@ logger = logging.getLogger("vllm.undercroft")
 logger.addFilter(_PRINTABLE)
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING}
 _follower: threading.Thread | None = None
+_taking = threading.Lock()
 
 
 def follow_core() -> None:
@@ -76,16 +78,28 @@ def follow_core() -> None:
 
 
 def _follow() -> None:
-    while True:
-        log_core_lines(3600.0)
-
-
-def log_core_lines(timeout_s: float = 0.0) -> None:
-    """Log the lines that wait; with ``timeout_s``, wait at most so long for the first."""
     from undercroft import _core
 
-    for level, line in _core.take_log(timeout_s):
-        logger.log(_LEVELS[level], line)
+    while True:
+        _core.wait_log(3600.0)
+        log_core_lines()
+
+
+def log_core_lines() -> None:
+    """Log the lines that wait, and wait for those that another thread is logging."""
+    from undercroft import _core
+
+    with _taking:
+        for level, line in _core.take_log():
+            logger.log(_LEVELS[level], line)
+
+
+def _renew() -> None:
+    global _taking
+    _taking = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 class LogOnce:

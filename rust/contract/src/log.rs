@@ -29,11 +29,16 @@ pub fn say(level: Level, line: String) {
     SAID.notify_one();
 }
 
-/// The lines since the last call, in order. Waits at most `timeout` for the first.
-pub fn take(timeout: Duration) -> Vec<(Level, String)> {
+/// Waits for lines, at most `timeout`, and leaves them for [`take`].
+pub fn wait(timeout: Duration) {
     let lines = LINES.lock().unwrap_or_else(PoisonError::into_inner);
     let waited = SAID.wait_timeout_while(lines, timeout, |lines| lines.is_empty());
-    let mut lines = waited.unwrap_or_else(PoisonError::into_inner).0;
+    drop(waited.unwrap_or_else(PoisonError::into_inner));
+}
+
+/// The lines since the last call, in order.
+pub fn take() -> Vec<(Level, String)> {
+    let mut lines = LINES.lock().unwrap_or_else(PoisonError::into_inner);
     lines.drain(..).collect()
 }
 
@@ -47,10 +52,10 @@ mod tests {
         for number in 0..WAITING_MAX + 2 {
             say(Level::Info, format!("test {number}"));
         }
-        let taken = take(Duration::ZERO);
+        let taken = take();
         let taken: Vec<_> = taken.iter().filter(|(_, line)| own(line)).collect();
         assert!(taken[0].1 != "test 0" && taken.len() <= WAITING_MAX);
         assert_eq!(taken.last().unwrap().1, format!("test {}", WAITING_MAX + 1));
-        assert!(!take(Duration::ZERO).iter().any(|(_, line)| own(line)));
+        assert!(!take().iter().any(|(_, line)| own(line)));
     }
 }

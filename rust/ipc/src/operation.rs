@@ -286,11 +286,11 @@ mod tests {
         );
         for (operation, expected) in asked {
             let operation: OperatorRequest = serde_json::from_value(operation).unwrap();
-            log::take(Duration::ZERO);
+            log::take();
             let before = driver.read(|engine| json!(engine.counters())).unwrap();
             operation.carry_out(&driver, caller, || None);
             let after = driver.read(|engine| json!(engine.counters())).unwrap();
-            let lines = log::take(Duration::ZERO);
+            let lines = log::take();
             let lines: Vec<_> = lines
                 .iter()
                 .filter(|(_, line)| line.contains(" order "))

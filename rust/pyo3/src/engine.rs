@@ -156,12 +156,16 @@ pub(crate) fn operate<'py>(
     Ok(to_python(py, &said)?)
 }
 
-/// The lines for the log since the last call, each with its level ("info" or "warning"). Waits at most `timeout_s` seconds
-/// for the first.
+/// Wait at most `timeout_s` seconds for lines for the log, and leave them for `take_log`.
 #[pyfunction]
-#[pyo3(signature = (timeout_s = 0.0))]
-pub(crate) fn take_log(py: Python<'_>, timeout_s: f64) -> Vec<(&'static str, String)> {
-    let lines = py.detach(|| log::take(timeout(timeout_s, 1e6)));
+pub(crate) fn wait_log(py: Python<'_>, timeout_s: f64) {
+    py.detach(|| log::wait(timeout(timeout_s, 1e6)));
+}
+
+/// The lines for the log since the last call, each with its level ("info" or "warning").
+#[pyfunction]
+pub(crate) fn take_log() -> Vec<(&'static str, String)> {
+    let lines = log::take();
     let named = lines.into_iter().map(|(level, line)| match level {
         Level::Info => ("info", line),
         Level::Warning => ("warning", line),

@@ -29,7 +29,9 @@ mod _core {
     #[pymodule_export]
     use crate::copier::{PyBlockPlaces, PyCopier};
     #[pymodule_export]
-    use crate::engine::{PyEngine, default_server_socket, operate, server_status, take_log};
+    use crate::engine::{
+        PyEngine, default_server_socket, operate, server_status, take_log, wait_log,
+    };
     #[pymodule_export]
     use crate::inspect::{
         descriptions, drop_namespace, examine, export_namespace, import_namespace,

@@ -55,7 +55,6 @@ impl ServedSession {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::time::Duration;
 
     use undercroft_contract::log;
     use undercroft_contract::log::Level;
@@ -86,7 +85,7 @@ mod tests {
         let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let mut session = session.of(Caller::at(&ours));
         session.reset(&driver, 1).unwrap();
-        let lines = log::take(Duration::ZERO);
+        let lines = log::take();
         let line = format!(
             "undercroft: order reset {{\"namespace\":\"0123456789ab\"}} by uid {}, pid {}: {{\"begun\":true}}",
             rustix::process::geteuid().as_raw(),
