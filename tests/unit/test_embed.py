@@ -55,15 +55,19 @@ def on_a_server(server: ServeProcess, **options: Any) -> Iterator[Cache]:
 
 
 @contextlib.contextmanager
-def a_reply_due(server: ServeProcess, cache: Cache) -> Iterator[None]:
-    """For a while the server replies to nothing, and an earlier question waits for its reply already."""
+def a_reply_due(server: ServeProcess, cache: Cache, for_s: float | None = 0.2) -> Iterator[None]:
+    """For a while the server replies to nothing, and an earlier question waits for its reply already. ``for_s``: None
+    until the end."""
     server.process.send_signal(signal.SIGSTOP)
     assert cache.exists(keys(2, 1), timeout_s=0.02) == 0
-    end = threading.Timer(0.2, server.process.send_signal, [signal.SIGCONT])
-    end.start()
+    end = threading.Timer(for_s or 0.0, server.process.send_signal, [signal.SIGCONT])
+    if for_s is not None:
+        end.start()
     try:
         yield
     finally:
+        if for_s is None:
+            end.start()
         end.join()
 
 
@@ -121,7 +125,7 @@ def test_a_program_may_choose_misses_before_late_replies(tmp_path: Path) -> None
     with ServeProcess(tmp_path / "s") as server, on_a_server(server, server_timeout_ms=5) as cache:
         pool = Pool(cache)
         until("the server is connected", lambda: cache.save(found, [pool.blocks(0, 8)]).complete)
-        with a_reply_due(server, cache):
+        with a_reply_due(server, cache, for_s=None):
             assert not cache.load(found, [pool.blocks(0, 8)]).complete
 
 

@@ -119,7 +119,6 @@ def test_a_full_disk_costs_saves_only(engine: Make, model: Model, tmp_path: Path
         second.close()
 
 
-@pytest.mark.alone
 def test_two_ranks(engine: Make, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     tier = Tier(engine, model, tmp_path)

@@ -5,16 +5,14 @@ use std::time::Duration;
 
 use rustix::net::{RecvFlags, recv};
 use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_contract::session::{
-    LookupRequest, Priority, Save, SaveRequest, Session, Tokens, TurnEnd,
-};
+use undercroft_contract::session::{LookupRequest, Priority, Save, SaveRequest, Session, Tokens};
 use undercroft_driver::EngineAccess;
 use undercroft_ipc::protocol::{
     ClientMessage, HashRun, LookupAnswer, LookupMessage, OFFERS_MAX, SaveMessage, ServerMessage,
 };
 use undercroft_ipc::{AttachError, attach};
 
-use crate::raw::{Raw, joined, run, status};
+use crate::raw::{Raw, finished, joined, run, status};
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, spec, until};
 
 /// Slots of a rig's arena.
@@ -279,10 +277,7 @@ fn a_new_request_beyond_a_clients_share_is_a_miss_until_it_ends() {
     assert_eq!(bytes_of_sessions(), before, "they take nothing");
     // With the end of a long request there is room again, also for the number of a request without room.
     for request in [100, 101, 200] {
-        greedy.say(&ClientMessage::FinishRequest {
-            request,
-            turn_end: TurnEnd::UNKNOWN,
-        });
+        greedy.say(&finished(request));
     }
     greedy.lookup(200, &prompt);
     assert!(matches!(
@@ -324,10 +319,7 @@ fn save_all(raw: &mut Raw, request: u64, prompt: &[undercroft_contract::key::Blo
         transfer: request,
         ok: true,
     });
-    raw.say(&ClientMessage::FinishRequest {
-        request,
-        turn_end: TurnEnd::UNKNOWN,
-    });
+    raw.say(&finished(request));
     saved
 }
 
@@ -401,10 +393,7 @@ fn a_client_that_never_ends_its_hits_and_loads_leaves_memory_to_others() {
                 transfer: 1000 + request,
                 ok: true,
             });
-            greedy.say(&ClientMessage::FinishRequest {
-                request,
-                turn_end: TurnEnd::UNKNOWN,
-            });
+            greedy.say(&finished(request));
         }
         assert!(greedy.is_served());
         until("the status says so", || {

@@ -5,7 +5,7 @@ use std::net::Shutdown;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::session::{Session, SessionToken, Tokens, TurnEnd};
+use undercroft_contract::session::{Session, SessionToken, Tokens};
 use undercroft_driver::EngineAccess;
 use undercroft_ipc::frame::attach_request;
 use undercroft_ipc::protocol::{
@@ -13,7 +13,7 @@ use undercroft_ipc::protocol::{
 };
 use undercroft_ipc::{AttachError, Client, attach, let_go};
 
-use crate::raw::{Raw, joined, register, run};
+use crate::raw::{Raw, finished, joined, register, run};
 use crate::rig::{PATIENCE, Rig, TOKENS, client, hashes, lookup, save, until};
 
 fn rig() -> (tempfile::TempDir, std::path::PathBuf, Rig) {
@@ -295,10 +295,7 @@ fn no_session_ends_transfers_of_another() {
     let (mut other, _) = Raw::registered(&socket);
     other.say(&end(70));
     other.say(&end(80));
-    other.say(&ClientMessage::FinishRequest {
-        request: 7,
-        turn_end: TurnEnd::UNKNOWN,
-    });
+    other.say(&finished(7));
     assert!(other.is_served());
     assert_eq!(rig.in_use()[1..3], [1, 1]);
     assert_eq!(
@@ -320,10 +317,7 @@ fn a_load_continues_although_its_prefix_was_dropped() {
         raw.hear();
         rig.driver.enter(|engine| engine.counters().saved_blocks) == Some(4)
     });
-    raw.say(&ClientMessage::FinishRequest {
-        request: 7,
-        turn_end: TurnEnd::UNKNOWN,
-    });
+    raw.say(&finished(7));
     raw.lookup(7, &prompt);
     let told = hit(&mut raw);
     assert!(writer.reset(PATIENCE));
@@ -333,10 +327,7 @@ fn a_load_continues_although_its_prefix_was_dropped() {
         computed: Tokens(0),
         external: Tokens(64),
     });
-    raw.say(&ClientMessage::FinishRequest {
-        request: 7,
-        turn_end: TurnEnd::UNKNOWN,
-    });
+    raw.say(&finished(7));
     assert!(raw.is_served());
     // The slots that the answer named are not given to another request.
     assert_eq!(rig.in_use()[1], 1);

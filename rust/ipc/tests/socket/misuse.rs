@@ -4,13 +4,13 @@ use std::io::Write;
 
 use undercroft_contract::hint::Hint;
 use undercroft_contract::namespace::{GroupKind, GroupSpec, NamespaceSpec};
-use undercroft_contract::session::{Offer, Priority, Step, Tokens, TurnEnd};
+use undercroft_contract::session::{Offer, Priority, Step, Tokens};
 use undercroft_ipc::frame::{BODY_BYTES_MAX, FrameKind, Header};
 use undercroft_ipc::protocol::{
     ClientMessage, HashRun, HintMessage, LookupMessage, SaveMessage, ServerMessage,
 };
 
-use crate::raw::{Raw, joined, register, run};
+use crate::raw::{Raw, finished, joined, register, run};
 use crate::rig::{Rig, TOKENS, hashes, spec, until};
 
 fn lookup(hashes: HashRun<'_>) -> ClientMessage<'_> {
@@ -115,10 +115,7 @@ fn ends_of_unknown_transfers_and_requests_are_ignored() {
         queued: Tokens(0),
     });
     raw.say(&ClientMessage::EndLookup { request: 1 });
-    raw.say(&ClientMessage::FinishRequest {
-        request: 1,
-        turn_end: TurnEnd::UNKNOWN,
-    });
+    raw.say(&finished(1));
     assert!(raw.is_served());
     assert_eq!(rig.server.counters().malformed, 0);
 }
@@ -237,10 +234,7 @@ impl Numbers {
             },
             8 => {
                 self.known[request as usize] = 0;
-                ClientMessage::FinishRequest {
-                    request,
-                    turn_end: TurnEnd::UNKNOWN,
-                }
+                finished(request)
             }
             9 => ClientMessage::EndLookup { request },
             10 => ClientMessage::Hint(HintMessage {

@@ -5,12 +5,20 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use undercroft_contract::key::BlockHash;
-use undercroft_contract::session::{ArenaOffset, Priority, SessionToken, Tokens};
+use undercroft_contract::session::{ArenaOffset, Priority, SessionToken, Tokens, TurnEnd};
 use undercroft_ipc::frame;
 use undercroft_ipc::protocol::{ClientMessage, HashRun, LookupMessage, SaveMessage, ServerMessage};
 use undercroft_ipc::server_status;
 
 use crate::rig::{PATIENCE, TOKENS, spec, until};
+
+/// The message about the end of a request.
+pub(crate) fn finished(request: u64) -> ClientMessage<'static> {
+    ClientMessage::FinishRequest {
+        request,
+        turn_end: TurnEnd::UNKNOWN,
+    }
+}
 
 pub(crate) struct Raw {
     pub(crate) stream: UnixStream,
