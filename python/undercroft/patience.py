@@ -18,12 +18,13 @@ LIMIT_S = 5.0
 def within(limit_s: float, path: str | Path, work: Callable[[], _Result]) -> _Result:
     """The result of ``work`` on ``path``, on a thread of its own. Raises its error, or TimeoutError after ``limit_s``
     seconds, with a warning: the thread then goes on alone."""
-    ended: queue.SimpleQueue[tuple[_Result | None, Exception | None]] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[_Result | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             ended.put((work(), None))
-        except Exception as error:
+        except BaseException as error:
+            # A panic of the core is no Exception.
             ended.put((None, error))
 
     threading.Thread(target=run, name="undercroft-file", daemon=True).start()

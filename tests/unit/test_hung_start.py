@@ -95,6 +95,17 @@ def test_work_on_a_file_that_hangs_is_given_up_with_a_warning(
         within(30.0, tmp_path, (tmp_path / "missing").read_bytes)
 
 
+def test_a_panic_in_work_on_a_file_is_raised_at_once(tmp_path: Path) -> None:
+    class Panic(BaseException):
+        pass
+
+    def panics() -> None:
+        raise Panic
+
+    with pytest.raises(Panic):
+        within(0.5, tmp_path, panics)
+
+
 def test_digests_whose_file_hangs_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     with unanswered(tmp_path / "filesystem") as filesystem:
